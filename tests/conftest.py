@@ -1,0 +1,30 @@
+"""What every test gets: hypothesis profiles, and a PYTHONPATH that child processes inherit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `deadline=None` everywhere: the machines that run this share their cores, so the time of
+# one example says nothing. A failure prints the blob that replays it.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
+settings.register_profile("nightly", max_examples=5_000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_configure() -> None:
+    """Let child processes of tests import the same source tree that the tests import."""
+    source = str(ROOT / "src")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if source not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, *filter(None, paths)])
