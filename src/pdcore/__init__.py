@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pdcore import errors, types
 
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"
 
 #: exported name -> (module, attribute); an empty attribute exports the module itself.
 _EXPORTS: Final[dict[str, tuple[str, str]]] = {
