@@ -1,0 +1,342 @@
+"""Messages between processes: the claim-before-write protocol and the leader link.
+
+Every message is idempotent and resent until answered (architecture, section 3, rule 4).
+Wire form: msgpack arrays inside a versioned frame (see :mod:`pdcore.control.codec`),
+never pickle (D24, D40), never a pointer (D58).
+
+| message    | direction                  | answered by                                  |
+|------------|----------------------------|----------------------------------------------|
+| Handshake  | decode -> prefill rank     | Claim, Status(Queued, Dummy, Rejected, Failed), Stale |
+| Claim      | prefill -> decode          | Grant or Refuse, echoing the nonce            |
+| Status     | prefill -> decode          | StatusAck                                     |
+| Cancel     | decode -> prefill ranks    | CancelAck per nonce, or Stale                 |
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from pdcore.types import (
+    MAX_ID,
+    Failure,
+    Incarnation,
+    LeaseId,
+    Nonce,
+    RoomKey,
+)
+
+Id63 = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    pass
+
+
+class StatusKind(enum.IntEnum):
+    QUEUED = 0
+    DUMMY = 1
+    REJECTED = 2
+    FAILED = 3
+    DONE = 4
+
+
+class Handshake(_Message, tag="handshake"):
+    """Decode publishes its destination. ``endpoint`` is an encoded :class:`Endpoint`,
+    the same bytes for the whole life of the decode rank, so that prefill decodes it once
+    per incarnation. ``blocks`` maps a manager key to packed little-endian int32 block
+    ids, position-aligned. ``num_required`` handshakes of this room go to this prefill
+    rank in all (R58)."""
+
+    key: RoomKey
+    lease: LeaseId
+    endpoint: bytes
+    blocks: dict[str, bytes]
+    num_cached_tokens: int
+    num_tokens: int
+    ids_hash: int
+    num_required: int
+    expires_at_s: float
+    remaining_s: float
+    is_dummy: bool = False
+
+
+class Claim(_Message, tag="claim"):
+    key: RoomKey
+    lease: LeaseId
+    nonce: Nonce
+
+
+class Grant(_Message, tag="grant"):
+    key: RoomKey
+    nonce: Nonce
+
+
+class Refuse(_Message, tag="refuse"):
+    key: RoomKey
+    nonce: Nonce
+    reason: str
+
+
+class Status(_Message, tag="status"):
+    """``nonce`` is None before a claim exists. ``metadata`` is an encoded
+    :class:`pdcore.kv.metadata.MetadataRecord`, present iff DONE (rule 5)."""
+
+    key: RoomKey
+    lease: LeaseId
+    kind: StatusKind
+    nonce: Nonce | None = None
+    failure: Failure | None = None
+    metadata: bytes | None = None
+
+
+class StatusAck(_Message, tag="status_ack"):
+    key: RoomKey
+    lease: LeaseId
+    kind: StatusKind
+
+
+class Cancel(_Message, tag="cancel"):
+    """Names every nonce granted to that rank, possibly none."""
+
+    key: RoomKey
+    lease: LeaseId
+    nonces: tuple[Nonce, ...]
+
+
+class CancelAck(_Message, tag="cancel_ack"):
+    """``nonce`` None: "nothing of this lease was ever granted here", so that resending
+    of an empty Cancel stops."""
+
+    key: RoomKey
+    lease: LeaseId
+    nonce: Nonce | None
+
+
+class Stale(_Message, tag="stale"):
+    """The addressee lives in another incarnation: proves a restart, never quiescence."""
+
+    key: RoomKey
+    #: The incarnation the answered message was addressed to.
+    addressed: Incarnation
+
+
+class Heartbeat(_Message, tag="heartbeat"):
+    """Asks for liveness per pair (D48); ``sequence`` is echoed."""
+
+    sequence: int
+
+
+class HeartbeatAck(_Message, tag="heartbeat_ack"):
+    sequence: int
+
+
+PeerMessage = (
+    Handshake
+    | Claim
+    | Grant
+    | Refuse
+    | Status
+    | StatusAck
+    | Cancel
+    | CancelAck
+    | Stale
+    | Heartbeat
+    | HeartbeatAck
+)
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What prefill must know of a decode rank to write into it. Sent inside Handshake.
+
+    ``transport_descriptor`` is opaque to everything but the transport of that name;
+    placements follow :class:`pdcore.kv.spec.KVPlacement`, entries in ``entry_names`` order.
+    """
+
+    transport: str
+    transport_descriptor: bytes
+    layout_digest: str
+    fingerprint: str
+    tp_size: int
+    tp_rank: int
+    num_blocks: int
+    entry_names: tuple[str, ...]
+    regions: tuple[int, ...]
+    offsets: tuple[int, ...]
+    block_strides: tuple[int, ...]
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One control-channel frame: several messages of one sender to one addressee.
+
+    ``to_incarnation`` is what the sender believes the addressee's to be (empty: unknown).
+    """
+
+    instance: str
+    rank: int
+    incarnation: Incarnation
+    reply_to: str
+    to_incarnation: Incarnation
+    messages: list[PeerMessage]
+
+
+# --- leader <-> worker link (R38, D40, D42) ---------------------------------------------
+
+
+class SubmitSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: bool
+    top_logprobs: int
+
+
+class Submit(_Message, tag="submit"):
+    """Leader -> worker: one request. ``prompt`` is packed little-endian int32 ids."""
+
+    key: RoomKey
+    request_id: str
+    prompt: bytes
+    sampling: SubmitSampling
+    expires_at_s: float
+    remaining_s: float
+    bootstrap: str
+    prefill: str
+    decode: str
+    prefill_dp_rank: int
+    replaces: int | None
+
+
+class Abort(_Message, tag="abort"):
+    """Leader -> worker: end this dispatch. ``unless_received``: a decode that already
+    has its KV ignores it (architecture, section 10). Answered by Aborted."""
+
+    key: RoomKey
+    reason: str
+    unless_received: bool
+
+
+class Aborted(_Message, tag="aborted"):
+    """Worker -> leader: ``applied`` False means ignored (finished, unknown or received)."""
+
+    key: RoomKey
+    applied: bool
+
+
+class Accepted(_Message, tag="accepted"):
+    """Worker -> leader: the request passed admission checks and is queued (prefill's 202)."""
+
+    key: RoomKey
+
+
+class Tokens(_Message, tag="tokens"):
+    """Worker -> leader: new output tokens, in order."""
+
+    key: RoomKey
+    token_ids: list[int]
+    logprobs: list[float | None] | None = None
+
+
+class Finished(_Message, tag="finished"):
+    """Worker -> leader: the one terminal result. ``timeline`` holds seconds since
+    acceptance for named points (queue, handshake, transfer, first_token, ...)."""
+
+    key: RoomKey
+    finish_reason: str
+    failure: Failure | None
+    prompt_tokens: int
+    completion_tokens: int
+    timeline: dict[str, float]
+
+
+class WorkerReady(_Message, tag="ready"):
+    """Worker -> leader: dp/tp rank, incarnation and limits; sent once serving is possible."""
+
+    rank: int
+    dp_rank: int
+    incarnation: Incarnation
+    control_address: str
+    max_model_len: int
+    max_prefill_tokens: int
+    vocab_size: int
+    num_blocks: int
+    transport: str
+
+
+class WorkerHealth(_Message, tag="health"):
+    """Worker -> leader, about once a second and on change: empty ``problems`` = ready."""
+
+    rank: int
+    problems: list[str]
+    counters: dict[str, float]
+
+
+class Stop(_Message, tag="stop"):
+    """Leader -> worker: drain for at most ``drain_s`` seconds, then exit 0."""
+
+    drain_s: float
+
+
+LeaderMessage = Submit | Abort | Stop
+WorkerMessage = Accepted | Aborted | Tokens | Finished | WorkerReady | WorkerHealth
+
+
+# --- bootstrap server (R22-R28) ---------------------------------------------------------
+
+
+class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of PUT /bootstrap/register_rank (R24 with D31, D32, D35)."""
+
+    attn_tp_size: Annotated[int, msgspec.Meta(ge=1)]
+    attn_tp_rank: Annotated[int, msgspec.Meta(ge=0)]
+    attn_cp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    attn_cp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    attn_dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    attn_dp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    rank_ip: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    block_sizes: dict[str, int]
+    kv_cache_dtype: str
+    max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: 32 hex digits of the 128-bit incarnation.
+    incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    layout_digest: str
+    fingerprint: str
+    transport: str
+    protocol_min: int
+    protocol_max: int
+
+
+class RouteRank(msgspec.Struct, frozen=True):
+    rank_ip: str
+    rank_port: int
+    incarnation: str
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of GET /bootstrap/route (R25): ``ranks`` by route key "dp,cp,tp"."""
+
+    attn_tp_size: int
+    attn_cp_size: int
+    dp_size: int
+    block_sizes: dict[str, int]
+    kv_cache_dtype: str
+    max_prefill_tokens: int
+    ranks: dict[str, RouteRank]
+    #: Instance id (host:port of the leader) that the registrations belong to.
+    instance: str = ""
+    #: Grows with every change of the table; part of the ETag.
+    epoch: int = 0
+    layout_digest: str = ""
+    fingerprint: str = ""
+    transport: str = ""
+    protocol_min: int = 1
+    protocol_max: int = 1

@@ -1,0 +1,125 @@
+"""Effects: what a core wants done, as values the shell carries out in order.
+
+Ordering duties (habit 3): effects are executed in the order polled. A handle is live from
+the moment ``PostTransfer`` is returned, executed or not, until the shell feeds back
+``HandleEnded(quiesced=True)`` (architecture, section 3).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcore.control.messages import PeerMessage
+from pdcore.kv.plan import Int64Array, WriteBatch
+from pdcore.types import Failure, FinishReason, Incarnation, LeaseId, PeerRef, RoomKey
+
+
+class Effect(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+class SendMessage(Effect):
+    """Best effort: a refused send is dropped, the core's timers resend."""
+
+    to: PeerRef
+    message: PeerMessage
+
+
+class PostTransfer(Effect):
+    """Write this request's KV into the leased blocks of one decode rank. The entity says
+    which tokens; the core fills ``batches`` and ``ranges`` before the shell sees it."""
+
+    handle: int
+    key: RoomKey
+    peer: PeerRef
+    lease: LeaseId
+    start_token: int
+    num_tokens: int
+    endpoint: bytes = b""
+    batches: tuple[WriteBatch, ...] = ()
+    ranges: dict[int, Int64Array] = {}
+
+
+class CancelTransfer(Effect):
+    handle: int
+
+
+class FencePeer(Effect):
+    """Cut the peer's process life off the data plane if the transport can; answered by
+    ``PeerFenced`` when nothing of it can land any more."""
+
+    peer: PeerRef
+
+
+class GrantLease(Effect):
+    """Decode: tell the transport which ranges of our memory this lease opens."""
+
+    lease: LeaseId
+    ranges: dict[int, Int64Array]
+
+
+class RevokeLease(Effect):
+    """Decode: close the lease. RECEIVER_ENFORCED transports answer ``LeaseRevoked``."""
+
+    lease: LeaseId
+
+
+class ReleaseLease(Effect):
+    """Decode: no writer is left; the transport forgets the lease."""
+
+    lease: LeaseId
+
+
+class FetchTopology(Effect):
+    """Decode: GET the route of this bootstrap server off the tick (D28); answered by
+    ``TopologyFetched``."""
+
+    bootstrap: str
+
+
+class ForgetPeer(Effect):
+    """Drop control connection and transport session of a process life that is over."""
+
+    peer: PeerRef
+
+
+class ReduceVotes(Effect):
+    """One vector per tick (architecture, section 9): MIN over the group. ``ids_hash``
+    detects ranks that no longer hold the same ids. Answered by ``VotesReduced``."""
+
+    sequence: int
+    ids_hash: int
+    votes: tuple[int, ...]
+
+
+class ReportAccepted(Effect):
+    key: RoomKey
+
+
+class ReportAborted(Effect):
+    key: RoomKey
+    applied: bool
+
+
+class ReportTokens(Effect):
+    key: RoomKey
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...] | None
+
+
+class ReportFinished(Effect):
+    """The one terminal result of a request (invariant 1)."""
+
+    key: RoomKey
+    reason: FinishReason
+    failure: Failure | None
+    prompt_tokens: int
+    completion_tokens: int
+    timeline: dict[str, float]
+
+
+class PeerRestarted(Effect):
+    """For logs and metrics: this address now answers as another incarnation."""
+
+    peer: PeerRef
+    former: Incarnation

@@ -1,0 +1,71 @@
+"""Events: what the shell feeds into a core. Past tense, values, no callbacks.
+
+The lifecycles' own event names (rows of the tables) are strings there; these are the
+inputs of :meth:`PrefillCore.handle_event` and :meth:`DecodeCore.handle_event`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcore.control.messages import PeerMessage, Route
+from pdcore.types import Failure, Incarnation, LeaseId, PeerRef, StepOutput
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+class MessageReceived(Event):
+    """``to_incarnation`` is what the sender believed ours to be (b"" unknown)."""
+
+    sender: PeerRef
+    to_incarnation: Incarnation
+    message: PeerMessage
+
+
+class HandleEnded(Event):
+    """From the transport, or from the shell for a transfer it could not post (then
+    ``quiesced`` is True and ``failure`` set)."""
+
+    handle: int
+    quiesced: bool
+    failure: Failure | None = None
+
+
+class LeaseRevoked(Event):
+    """RECEIVER_ENFORCED transports: nothing of this lease can land any more."""
+
+    lease: LeaseId
+
+
+class PeerLost(Event):
+    """A peer's process life is over. ``fenced``: nothing of it can land any more."""
+
+    incarnation: Incarnation
+    fenced: bool
+    detail: str = ""
+
+
+class TopologyFetched(Event):
+    """Exactly one of ``route`` and ``failure``."""
+
+    bootstrap: str
+    route: Route | None
+    failure: Failure | None = None
+
+
+class VotesReduced(Event):
+    """``diverged``: the ranks of the group did not vote on the same ids."""
+
+    sequence: int
+    votes: tuple[int, ...]
+    diverged: bool = False
+
+
+class StepCompleted(Event):
+    """The engine ran the batch the core handed out last; ``output`` None: it failed."""
+
+    batch_id: int
+    output: StepOutput | None
+    failure: Failure | None = None
