@@ -1,41 +1,12 @@
-"""The configuration schema: every constant of pdcore, once, with its unit and its reason.
-
-Layer 1: no I/O, no environment (:mod:`pdcore.config_loader` reads files and variables).
-A default that is not the seed's says why; the seed's values are in ``examples/configs``
-(D44, R13-R19). ``docs/configuration.md`` is generated from these classes.
-"""
+"""Bounds and timers of one rank's core."""
 
 from __future__ import annotations
 
-import math
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 
-T = TypeVar("T", int, float)
-
-
-def bounded(
-    default: T, unit: str, reason: str, *, low: float, high: float = math.inf, seed: str = ""
-) -> T:
-    """An attrs field for a number in [low, high]; ``seed`` is the seed system's value."""
-
-    is_integer = isinstance(default, int)
-
-    def check(instance: object, attribute: attrs.Attribute[T], value: object) -> None:
-        allowed = isinstance(value, int) or (isinstance(value, float) and not is_integer)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not allowed:
-            kind = "an integer" if is_integer else "a number"
-            raise ValueError(f"{attribute.name} must be {kind}, got {value!r}")
-        if not low <= value <= high:
-            span = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise ValueError(f"{attribute.name} must be {span} {unit}".rstrip() + f", got {value}")
-
-    return attrs.field(
-        default=default,
-        validator=check,
-        metadata={"unit": unit, "reason": reason, "seed": seed, "low": low, "high": high},
-    )
+from pdcore.config.fields import bounded
 
 
 @attrs.frozen
