@@ -85,3 +85,7 @@ class PeerGone(TransportError):
 
 class EngineError(PdcoreError):
     """The model runner could not load or execute."""
+
+
+class LifecycleError(PdcoreError):
+    """A lifecycle table, or the class it is compiled onto, is wrong: found at import."""
