@@ -10,6 +10,7 @@ of room 0, token 0 and one prompt token is as valid as any.
 from __future__ import annotations
 
 from collections import deque
+
 import attrs
 
 from pdcore.errors import OwnershipError

@@ -1,0 +1,340 @@
+"""Who is where, and who talks to whom: pure arithmetic on ranks (R1-R6, R57-R60).
+
+An instance is one complete pp x dp x cp x tp arrangement of ranks of one role. Node
+placement says which ranks a node runs; rank coordinates say what a rank holds; the
+target rank mapping says which prefill ranks write into one decode rank, and how many
+answers each side waits for. The lifecycles only count what this module says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import attrs
+
+from pdcore.errors import ConfigError, IncompatibleError
+
+
+class NodePlacement(NamedTuple):
+    """What node ``node_index`` of a role runs (R3)."""
+
+    instance: int
+    rank_in_instance: int
+    is_leader: bool
+    leader_address: str
+    rank_offset: int
+    local_world_size: int
+
+
+def place_node(
+    world_size: int, devices_per_node: int, node_index: int, ips: Sequence[str]
+) -> NodePlacement:
+    """R3: ``world_size`` ranks per instance, ``ips`` the role's nodes in order.
+
+    Raises ConfigError for sizes below 1, a world size that is not a multiple of the
+    devices per node (smaller is allowed: the node is not full), or an index outside
+    ``ips``.
+    """
+    _check_world(world_size, devices_per_node)
+    if not 0 <= node_index < len(ips):
+        raise ConfigError(
+            f"node_index {node_index} is outside the list of {len(ips)} ips; count from 0 "
+            f"within this role's own list"
+        )
+    nodes = max(1, world_size // devices_per_node)
+    instance, rank_in_instance = divmod(node_index, nodes)
+    if (instance + 1) * nodes > len(ips):
+        raise ConfigError(
+            f"node_index {node_index} belongs to instance {instance}, which needs {nodes} "
+            f"nodes, but ips has only {len(ips)}; add nodes or lower world_size"
+        )
+    offset = rank_in_instance * devices_per_node
+    return NodePlacement(
+        instance=instance,
+        rank_in_instance=rank_in_instance,
+        is_leader=rank_in_instance == 0,
+        leader_address=ips[instance * nodes],
+        rank_offset=offset,
+        local_world_size=min(devices_per_node, world_size - offset),
+    )
+
+
+def leader_addresses(world_size: int, devices_per_node: int, ips: Sequence[str]) -> list[str]:
+    """The leader of each complete instance: router targets and bootstrap hosts (R5)."""
+    _check_world(world_size, devices_per_node)
+    nodes = max(1, world_size // devices_per_node)
+    return [ips[i] for i in range(0, len(ips) - nodes + 1, nodes)]
+
+
+def _check_world(world_size: int, devices_per_node: int) -> None:
+    if world_size < 1 or devices_per_node < 1:
+        raise ConfigError(
+            f"world_size {world_size} and devices_per_node {devices_per_node} must be >= 1"
+        )
+    if world_size > devices_per_node and world_size % devices_per_node:
+        raise ConfigError(
+            f"world_size {world_size} is not a multiple of devices_per_node {devices_per_node}"
+        )
+
+
+class RankCoordinates(NamedTuple):
+    """Where a rank sits in its instance."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int = 0
+
+
+@attrs.frozen
+class ParallelLayout:
+    """Sizes of one instance. Raises ConfigError when they do not divide (R4)."""
+
+    world_size: int
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        sizes = (self.world_size, self.tp_size, self.cp_size, self.pp_size)
+        if min(sizes) < 1 or self.world_size % (self.tp_size * self.cp_size * self.pp_size):
+            raise ConfigError(
+                f"world_size {self.world_size} must be a positive multiple of tp_size "
+                f"{self.tp_size} x cp_size {self.cp_size} x pp_size {self.pp_size}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that move the same requests in the same tick (R91)."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // (self.group_size * self.pp_size)
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """R4: ``rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp``."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside 0..{self.world_size - 1}")
+        rest, tp = divmod(rank, self.tp_size)
+        rest, cp = divmod(rest, self.cp_size)
+        pp, dp = divmod(rest, self.dp_size)
+        return RankCoordinates(dp, cp, tp, pp)
+
+    def rank(self, at: RankCoordinates) -> int:
+        return ((at.pp * self.dp_size + at.dp) * self.cp_size + at.cp) * self.tp_size + at.tp
+
+    def is_dp_leader(self, rank: int) -> bool:
+        """First rank of its DP partition (R2)."""
+        return rank % self.group_size == 0
+
+    def group_ranks(self, rank: int) -> range:
+        """The tp x cp partition of a rank, contiguous (R91)."""
+        first = rank - rank % self.group_size
+        return range(first, first + self.group_size)
+
+    def route_key(self, at: RankCoordinates) -> str:
+        """``dp,cp,tp`` when pp_size is 1, else ``dp,cp,tp,pp`` (R4)."""
+        base = f"{at.dp},{at.cp},{at.tp}"
+        return base if self.pp_size == 1 else f"{base},{at.pp}"
+
+    def expected_route_keys(self) -> frozenset[str]:
+        """Exactly the keys that make an instance ready (R10, D31)."""
+        return frozenset(self.route_key(self.coordinates(r)) for r in range(self.world_size))
+
+
+def parse_route_key(key: str) -> RankCoordinates:
+    """The coordinates a route key names. Raises ValueError for anything else."""
+    parts = key.split(",")
+    if len(parts) not in (3, 4) or not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"route key must be dp,cp,tp or dp,cp,tp,pp, got {key!r}")
+    return RankCoordinates(*(int(p) for p in parts))
+
+
+def stage_layers(num_layers: int, pp_size: int, stage: int) -> range:
+    """Layers of one pipeline stage: even, the first stages take the remainder (R4)."""
+    if not 0 <= stage < pp_size or num_layers < pp_size:
+        raise ConfigError(
+            f"stage {stage} of pp_size {pp_size} cannot hold part of {num_layers} layers"
+        )
+    base, extra = divmod(num_layers, pp_size)
+    start = stage * base + min(stage, extra)
+    return range(start, start + base + (stage < extra))
+
+
+@attrs.frozen
+class InstanceProfile:
+    """What one instance declares and another checks. Empty or 0 means "not told"."""
+
+    tp_size: int = 1
+    cp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    block_sizes: Mapping[str, int] = attrs.Factory(dict)
+    kv_cache_dtype: str = ""
+    max_prefill_tokens: int = 0
+    layout_digest: str = ""
+    fingerprint: str = ""
+    transport: str = ""
+    protocol_min: int = 1
+    protocol_max: int = 1
+
+
+def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
+    """R57, D14, D35: raises IncompatibleError naming both values, else returns.
+
+    The caller marks that prefill instance incompatible and fails only its requests.
+    """
+    for name in ("tp_size", "cp_size", "dp_size", "pp_size"):
+        values = attrs.asdict(prefill)[name], attrs.asdict(decode)[name]
+        if min(values) < 1:
+            raise _mismatch(name, *values, "must be >= 1")
+    if decode.cp_size != 1:
+        raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
+    if max(prefill.protocol_min, decode.protocol_min) > min(
+        prefill.protocol_max, decode.protocol_max
+    ):
+        raise _mismatch(
+            "protocol versions",
+            f"{prefill.protocol_min}..{prefill.protocol_max}",
+            f"{decode.protocol_min}..{decode.protocol_max}",
+            "the ranges must overlap: upgrade one side",
+        )
+    if prefill.transport and decode.transport and prefill.transport != decode.transport:
+        raise _mismatch("transport", prefill.transport, decode.transport, "choose one for both")
+    if dict(prefill.block_sizes) != dict(decode.block_sizes):
+        raise _mismatch(
+            "block_sizes", dict(prefill.block_sizes), dict(decode.block_sizes), "must be equal"
+        )
+    for name in ("kv_cache_dtype", "layout_digest", "fingerprint"):
+        ours, theirs = attrs.asdict(decode)[name], attrs.asdict(prefill)[name]
+        if ours and theirs and ours != theirs:
+            raise _mismatch(name, theirs, ours, "both sides must load the same model")
+    caps = prefill.max_prefill_tokens, decode.max_prefill_tokens
+    if min(caps) > 0 and caps[1] < caps[0]:
+        raise _mismatch("max_prefill_tokens", *caps, "decode's must not be smaller")
+    check_divisible("tp_size", decode.tp_size, prefill.tp_size)
+
+
+def _mismatch(name: str, prefill: object, decode: object, remedy: str) -> IncompatibleError:
+    return IncompatibleError(f"{name}: prefill has {prefill}, decode has {decode}; {remedy}")
+
+
+def check_divisible(name: str, decode: int, prefill: int) -> None:
+    """D30: unequal sizes must divide, or the mapping names ranks that do not exist."""
+    if decode < 1 or prefill < 1 or (decode % prefill and prefill % decode):
+        raise _mismatch(name, prefill, decode, "one must be a multiple of the other")
+
+
+@attrs.frozen
+class TargetRankMapping:
+    """The prefill ranks one decode rank sends its handshake to (R58).
+
+    ``target_tp_rank`` is the first real target. Ranks in ``dummy_tp_ranks`` hold the
+    same MLA rows as it: they get a handshake flagged dummy, write nothing and are not
+    counted. ``required_dst_info_num`` handshakes arrive at each prefill rank in all;
+    ``required_prefill_response_num`` prefill ranks must report Done here.
+    """
+
+    target_tp_rank: int
+    target_tp_ranks: tuple[int, ...]
+    target_cp_ranks: tuple[int, ...]
+    required_dst_info_num: int
+    required_prefill_response_num: int
+    dummy_tp_ranks: tuple[int, ...] = ()
+    target_pp_ranks: tuple[int, ...] = (0,)
+
+    def targets(self, dp_rank: int) -> list[tuple[RankCoordinates, bool]]:
+        """(coordinates, is dummy) of every rank to contact, in a fixed order."""
+        return [
+            (RankCoordinates(dp_rank, cp, tp, pp), tp in self.dummy_tp_ranks)
+            for pp in self.target_pp_ranks
+            for cp in self.target_cp_ranks
+            for tp in self.target_tp_ranks
+        ]
+
+
+def map_target_ranks(
+    decode: InstanceProfile,
+    prefill: InstanceProfile,
+    at: RankCoordinates,
+    *,
+    is_mla: bool = False,
+    all_cp_ranks: bool = False,
+    num_layers: int | None = None,
+) -> TargetRankMapping:
+    """R58 for the decode rank ``at``, with R4's pipeline rule.
+
+    ``all_cp_ranks``: every prefill CP rank sends its share (R21), else only cp 0.
+    ``num_layers`` is needed only when either side has pp_size > 1. Raises
+    IncompatibleError when TP sizes do not divide (D30) or decode has cp_size > 1.
+    """
+    check_divisible("tp_size", decode.tp_size, prefill.tp_size)
+    if decode.cp_size != 1:
+        raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
+    if not 0 <= at.tp < decode.tp_size:
+        raise ConfigError(f"tp rank {at.tp} is outside 0..{decode.tp_size - 1}")
+    dummies: tuple[int, ...] = ()
+    if decode.tp_size >= prefill.tp_size:
+        ratio = decode.tp_size // prefill.tp_size
+        ranks: tuple[int, ...] = (at.tp // ratio,)
+        infos, responses = ratio, 1
+    else:
+        span = prefill.tp_size // decode.tp_size
+        ranks = tuple(range(at.tp * span, (at.tp + 1) * span))
+        infos, responses = 1, 1 if is_mla else span
+        dummies = ranks[1:] if is_mla else ()
+    cp_ranks = tuple(range(prefill.cp_size)) if all_cp_ranks else (0,)
+    stages, stage_infos = _overlapping_stages(decode.pp_size, prefill.pp_size, at.pp, num_layers)
+    return TargetRankMapping(
+        target_tp_rank=ranks[0],
+        target_tp_ranks=ranks,
+        target_cp_ranks=cp_ranks,
+        required_dst_info_num=infos * stage_infos,
+        required_prefill_response_num=responses * len(cp_ranks) * len(stages),
+        dummy_tp_ranks=dummies,
+        target_pp_ranks=stages,
+    )
+
+
+def _overlapping_stages(
+    decode_pp: int, prefill_pp: int, stage: int, num_layers: int | None
+) -> tuple[tuple[int, ...], int]:
+    """(prefill stages that own any of our layers, decode stages each of them serves).
+
+    Raises IncompatibleError when the prefill stages serve different numbers of decode
+    stages: one required_dst_info_num could not hold for all of them.
+    """
+    if decode_pp == 1 and prefill_pp == 1:
+        return (0,), 1
+    if num_layers is None:
+        raise ConfigError("num_layers is needed to map pipeline stages")
+    theirs = [stage_layers(num_layers, prefill_pp, s) for s in range(prefill_pp)]
+    ours = [stage_layers(num_layers, decode_pp, s) for s in range(decode_pp)]
+    mine = tuple(s for s, layers in enumerate(theirs) if _overlap(layers, ours[stage]))
+    served = {sum(_overlap(theirs[s], layers) for layers in ours) for s in mine}
+    if len(served) != 1:
+        raise _mismatch("pp_size", prefill_pp, decode_pp, "one must be a multiple of the other")
+    return mine, served.pop()
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+def choose_dp_rank(explicit: int | None, dp_size: int, registered: int | None = None) -> int | None:
+    """R60: an explicit rank >= 0 wins, one partition needs no question, else what the
+    bootstrap server knows for the room; None: not known yet.
+
+    Raises IncompatibleError for a rank the instance does not have (D21).
+    """
+    if explicit is not None and explicit >= 0:
+        if explicit >= dp_size:
+            raise IncompatibleError(f"prefill dp rank {explicit} does not exist: dp_size {dp_size}")
+        return explicit
+    if dp_size == 1:
+        return 0
+    if registered is None or not 0 <= registered < dp_size:
+        return None
+    return registered
