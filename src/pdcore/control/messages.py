@@ -30,6 +30,17 @@ from pdcore.types import (
 
 Id63 = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+#: Bounds are checked when a peer's bytes are decoded, never when we build a message.
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+#: 64 bits are all that msgpack has.
+UInt64 = Annotated[int, msgspec.Meta(ge=0)]
+Sequence63 = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+#: Seconds, finite (NaN fails both bounds); negative remaining time means "expired".
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -44,7 +55,7 @@ class StatusKind(enum.IntEnum):
     DONE = 4
 
 
-class Handshake(_Message, tag="handshake"):
+class Handshake(_Message, frozen=True, tag="handshake"):
     """Decode publishes its destination. ``endpoint`` is an encoded :class:`Endpoint`,
     the same bytes for the whole life of the decode rank, so that prefill decodes it once
     per incarnation. ``blocks`` maps a manager key to packed little-endian int32 block
@@ -55,33 +66,33 @@ class Handshake(_Message, tag="handshake"):
     lease: LeaseId
     endpoint: bytes
     blocks: dict[str, bytes]
-    num_cached_tokens: int
-    num_tokens: int
-    ids_hash: int
-    num_required: int
-    expires_at_s: float
-    remaining_s: float
+    num_cached_tokens: Count
+    num_tokens: Count
+    ids_hash: UInt64
+    num_required: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    expires_at_s: Seconds
+    remaining_s: Seconds
     is_dummy: bool = False
 
 
-class Claim(_Message, tag="claim"):
+class Claim(_Message, frozen=True, tag="claim"):
     key: RoomKey
     lease: LeaseId
     nonce: Nonce
 
 
-class Grant(_Message, tag="grant"):
+class Grant(_Message, frozen=True, tag="grant"):
     key: RoomKey
     nonce: Nonce
 
 
-class Refuse(_Message, tag="refuse"):
+class Refuse(_Message, frozen=True, tag="refuse"):
     key: RoomKey
     nonce: Nonce
-    reason: str
+    reason: Text
 
 
-class Status(_Message, tag="status"):
+class Status(_Message, frozen=True, tag="status"):
     """``nonce`` is None before a claim exists. ``metadata`` is an encoded
     :class:`pdcore.kv.metadata.MetadataRecord`, present iff DONE (rule 5)."""
 
@@ -91,15 +102,17 @@ class Status(_Message, tag="status"):
     nonce: Nonce | None = None
     failure: Failure | None = None
     metadata: bytes | None = None
+    #: With DONE: seconds prefill spent per stage, for the client's timeline.
+    timings: dict[str, float] = {}
 
 
-class StatusAck(_Message, tag="status_ack"):
+class StatusAck(_Message, frozen=True, tag="status_ack"):
     key: RoomKey
     lease: LeaseId
     kind: StatusKind
 
 
-class Cancel(_Message, tag="cancel"):
+class Cancel(_Message, frozen=True, tag="cancel"):
     """Names every nonce granted to that rank, possibly none."""
 
     key: RoomKey
@@ -107,7 +120,7 @@ class Cancel(_Message, tag="cancel"):
     nonces: tuple[Nonce, ...]
 
 
-class CancelAck(_Message, tag="cancel_ack"):
+class CancelAck(_Message, frozen=True, tag="cancel_ack"):
     """``nonce`` None: "nothing of this lease was ever granted here", so that resending
     of an empty Cancel stops."""
 
@@ -116,7 +129,7 @@ class CancelAck(_Message, tag="cancel_ack"):
     nonce: Nonce | None
 
 
-class Stale(_Message, tag="stale"):
+class Stale(_Message, frozen=True, tag="stale"):
     """The addressee lives in another incarnation: proves a restart, never quiescence."""
 
     key: RoomKey
@@ -124,14 +137,14 @@ class Stale(_Message, tag="stale"):
     addressed: Incarnation
 
 
-class Heartbeat(_Message, tag="heartbeat"):
+class Heartbeat(_Message, frozen=True, tag="heartbeat"):
     """Asks for liveness per pair (D48); ``sequence`` is echoed."""
 
-    sequence: int
+    sequence: Sequence63
 
 
-class HeartbeatAck(_Message, tag="heartbeat_ack"):
-    sequence: int
+class HeartbeatAck(_Message, frozen=True, tag="heartbeat_ack"):
+    sequence: Sequence63
 
 
 PeerMessage = (
@@ -156,17 +169,17 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     placements follow :class:`pdcore.kv.spec.KVPlacement`, entries in ``entry_names`` order.
     """
 
-    transport: str
+    transport: Name
     transport_descriptor: bytes
-    layout_digest: str
-    fingerprint: str
-    tp_size: int
-    tp_rank: int
-    num_blocks: int
-    entry_names: tuple[str, ...]
-    regions: tuple[int, ...]
-    offsets: tuple[int, ...]
-    block_strides: tuple[int, ...]
+    layout_digest: Text
+    fingerprint: Text
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    tp_rank: Count
+    num_blocks: Count
+    entry_names: tuple[Name, ...]
+    regions: tuple[Sequence63, ...]
+    offsets: tuple[Sequence63, ...]
+    block_strides: tuple[Sequence63, ...]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -175,10 +188,10 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     ``to_incarnation`` is what the sender believes the addressee's to be (empty: unknown).
     """
 
-    instance: str
-    rank: int
+    instance: Name
+    rank: Count
     incarnation: Incarnation
-    reply_to: str
+    reply_to: Address
     to_incarnation: Incarnation
     messages: list[PeerMessage]
 
@@ -187,102 +200,102 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class SubmitSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    max_tokens: int | None
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
+    max_tokens: Count | None
+    min_tokens: Count
+    temperature: Finite
+    top_p: Finite
+    top_k: Count
     seed: int | None
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[Count, ...]
     ignore_eos: bool
     logprobs: bool
-    top_logprobs: int
+    top_logprobs: Count
 
 
-class Submit(_Message, tag="submit"):
+class Submit(_Message, frozen=True, tag="submit"):
     """Leader -> worker: one request. ``prompt`` is packed little-endian int32 ids."""
 
     key: RoomKey
-    request_id: str
+    request_id: Text
     prompt: bytes
     sampling: SubmitSampling
-    expires_at_s: float
-    remaining_s: float
-    bootstrap: str
-    prefill: str
-    decode: str
-    prefill_dp_rank: int
-    replaces: int | None
+    expires_at_s: Seconds
+    remaining_s: Seconds
+    bootstrap: Text
+    prefill: Text
+    decode: Text
+    prefill_dp_rank: Count
+    replaces: Id63 | None
 
 
-class Abort(_Message, tag="abort"):
+class Abort(_Message, frozen=True, tag="abort"):
     """Leader -> worker: end this dispatch. ``unless_received``: a decode that already
     has its KV ignores it (architecture, section 10). Answered by Aborted."""
 
     key: RoomKey
-    reason: str
+    reason: Text
     unless_received: bool
 
 
-class Aborted(_Message, tag="aborted"):
+class Aborted(_Message, frozen=True, tag="aborted"):
     """Worker -> leader: ``applied`` False means ignored (finished, unknown or received)."""
 
     key: RoomKey
     applied: bool
 
 
-class Accepted(_Message, tag="accepted"):
+class Accepted(_Message, frozen=True, tag="accepted"):
     """Worker -> leader: the request passed admission checks and is queued (prefill's 202)."""
 
     key: RoomKey
 
 
-class Tokens(_Message, tag="tokens"):
+class Tokens(_Message, frozen=True, tag="tokens"):
     """Worker -> leader: new output tokens, in order."""
 
     key: RoomKey
-    token_ids: list[int]
-    logprobs: list[float | None] | None = None
+    token_ids: list[Count]
+    logprobs: list[Finite | None] | None = None
 
 
-class Finished(_Message, tag="finished"):
+class Finished(_Message, frozen=True, tag="finished"):
     """Worker -> leader: the one terminal result. ``timeline`` holds seconds since
     acceptance for named points (queue, handshake, transfer, first_token, ...)."""
 
     key: RoomKey
-    finish_reason: str
+    finish_reason: Text
     failure: Failure | None
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
     timeline: dict[str, float]
 
 
-class WorkerReady(_Message, tag="ready"):
+class WorkerReady(_Message, frozen=True, tag="ready"):
     """Worker -> leader: dp/tp rank, incarnation and limits; sent once serving is possible."""
 
-    rank: int
-    dp_rank: int
+    rank: Count
+    dp_rank: Count
     incarnation: Incarnation
-    control_address: str
-    max_model_len: int
-    max_prefill_tokens: int
-    vocab_size: int
-    num_blocks: int
-    transport: str
+    control_address: Address
+    max_model_len: Count
+    max_prefill_tokens: Count
+    vocab_size: Count
+    num_blocks: Count
+    transport: Name
 
 
-class WorkerHealth(_Message, tag="health"):
+class WorkerHealth(_Message, frozen=True, tag="health"):
     """Worker -> leader, about once a second and on change: empty ``problems`` = ready."""
 
-    rank: int
+    rank: Count
     problems: list[str]
     counters: dict[str, float]
 
 
-class Stop(_Message, tag="stop"):
+class Stop(_Message, frozen=True, tag="stop"):
     """Leader -> worker: drain for at most ``drain_s`` seconds, then exit 0."""
 
-    drain_s: float
+    drain_s: Seconds
 
 
 LeaderMessage = Submit | Abort | Stop

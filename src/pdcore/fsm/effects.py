@@ -18,14 +18,14 @@ class Effect(msgspec.Struct, frozen=True, gc=False):
     pass
 
 
-class SendMessage(Effect):
+class SendMessage(Effect, frozen=True, gc=False):
     """Best effort: a refused send is dropped, the core's timers resend."""
 
     to: PeerRef
     message: PeerMessage
 
 
-class PostTransfer(Effect):
+class PostTransfer(Effect, frozen=True, gc=False):
     """Write this request's KV into the leased blocks of one decode rank. The entity says
     which tokens; the core fills ``batches`` and ``ranges`` before the shell sees it."""
 
@@ -40,50 +40,50 @@ class PostTransfer(Effect):
     ranges: dict[int, Int64Array] = {}
 
 
-class CancelTransfer(Effect):
+class CancelTransfer(Effect, frozen=True, gc=False):
     handle: int
 
 
-class FencePeer(Effect):
+class FencePeer(Effect, frozen=True, gc=False):
     """Cut the peer's process life off the data plane if the transport can; answered by
     ``PeerFenced`` when nothing of it can land any more."""
 
     peer: PeerRef
 
 
-class GrantLease(Effect):
+class GrantLease(Effect, frozen=True, gc=False):
     """Decode: tell the transport which ranges of our memory this lease opens."""
 
     lease: LeaseId
     ranges: dict[int, Int64Array]
 
 
-class RevokeLease(Effect):
+class RevokeLease(Effect, frozen=True, gc=False):
     """Decode: close the lease. RECEIVER_ENFORCED transports answer ``LeaseRevoked``."""
 
     lease: LeaseId
 
 
-class ReleaseLease(Effect):
+class ReleaseLease(Effect, frozen=True, gc=False):
     """Decode: no writer is left; the transport forgets the lease."""
 
     lease: LeaseId
 
 
-class FetchTopology(Effect):
+class FetchTopology(Effect, frozen=True, gc=False):
     """Decode: GET the route of this bootstrap server off the tick (D28); answered by
     ``TopologyFetched``."""
 
     bootstrap: str
 
 
-class ForgetPeer(Effect):
+class ForgetPeer(Effect, frozen=True, gc=False):
     """Drop control connection and transport session of a process life that is over."""
 
     peer: PeerRef
 
 
-class ReduceVotes(Effect):
+class ReduceVotes(Effect, frozen=True, gc=False):
     """One vector per tick (architecture, section 9): MIN over the group. ``ids_hash``
     detects ranks that no longer hold the same ids. Answered by ``VotesReduced``."""
 
@@ -92,22 +92,22 @@ class ReduceVotes(Effect):
     votes: tuple[int, ...]
 
 
-class ReportAccepted(Effect):
+class ReportAccepted(Effect, frozen=True, gc=False):
     key: RoomKey
 
 
-class ReportAborted(Effect):
+class ReportAborted(Effect, frozen=True, gc=False):
     key: RoomKey
     applied: bool
 
 
-class ReportTokens(Effect):
+class ReportTokens(Effect, frozen=True, gc=False):
     key: RoomKey
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...] | None
 
 
-class ReportFinished(Effect):
+class ReportFinished(Effect, frozen=True, gc=False):
     """The one terminal result of a request (invariant 1)."""
 
     key: RoomKey
@@ -118,7 +118,7 @@ class ReportFinished(Effect):
     timeline: dict[str, float]
 
 
-class PeerRestarted(Effect):
+class PeerRestarted(Effect, frozen=True, gc=False):
     """For logs and metrics: this address now answers as another incarnation."""
 
     peer: PeerRef

@@ -16,7 +16,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     pass
 
 
-class MessageReceived(Event):
+class MessageReceived(Event, frozen=True, gc=False):
     """``to_incarnation`` is what the sender believed ours to be (b"" unknown)."""
 
     sender: PeerRef
@@ -24,7 +24,7 @@ class MessageReceived(Event):
     message: PeerMessage
 
 
-class HandleEnded(Event):
+class HandleEnded(Event, frozen=True, gc=False):
     """From the transport, or from the shell for a transfer it could not post (then
     ``quiesced`` is True and ``failure`` set)."""
 
@@ -33,13 +33,13 @@ class HandleEnded(Event):
     failure: Failure | None = None
 
 
-class LeaseRevoked(Event):
+class LeaseRevoked(Event, frozen=True, gc=False):
     """RECEIVER_ENFORCED transports: nothing of this lease can land any more."""
 
     lease: LeaseId
 
 
-class PeerLost(Event):
+class PeerLost(Event, frozen=True, gc=False):
     """A peer's process life is over. ``fenced``: nothing of it can land any more."""
 
     incarnation: Incarnation
@@ -47,7 +47,7 @@ class PeerLost(Event):
     detail: str = ""
 
 
-class TopologyFetched(Event):
+class TopologyFetched(Event, frozen=True, gc=False):
     """Exactly one of ``route`` and ``failure``."""
 
     bootstrap: str
@@ -55,7 +55,7 @@ class TopologyFetched(Event):
     failure: Failure | None = None
 
 
-class VotesReduced(Event):
+class VotesReduced(Event, frozen=True, gc=False):
     """``diverged``: the ranks of the group did not vote on the same ids."""
 
     sequence: int
@@ -63,7 +63,7 @@ class VotesReduced(Event):
     diverged: bool = False
 
 
-class StepCompleted(Event):
+class StepCompleted(Event, frozen=True, gc=False):
     """The engine ran the batch the core handed out last; ``output`` None: it failed."""
 
     batch_id: int
