@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import attrs
 
 Number = TypeVar("Number", int, float)
-Check = Callable[[object, "attrs.Attribute[object]", object], None]
+
+
+class _Named(Protocol):
+    """What a validator needs of an attrs attribute of any type."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Check = Callable[[object, _Named, object], None]
 
 
 def _check_number(
     *, is_integer: bool, is_optional: bool, low: float, high: float, unit: str
 ) -> Check:
-    def check(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+    def check(instance: object, attribute: _Named, value: object) -> None:
         if value is None and is_optional:
             return
         allowed = isinstance(value, int) or (isinstance(value, float) and not is_integer)
@@ -62,26 +71,39 @@ def optional_int(
     unit: str, reason: str, *, low: float, high: float = math.inf, seed: str = ""
 ) -> int | None:
     """An integer in [low, high], or None, which ``reason`` explains."""
-    return attrs.field(
+    field: object = attrs.field(
         default=None,
         validator=_check_number(is_integer=True, is_optional=True, low=low, high=high, unit=unit),
         metadata={**note(reason, seed=seed, unit=unit), "allowed": _span(low, high)},
     )
+    return cast("int | None", field)
+
+
+def optional_text(reason: str, *, seed: str = "") -> str | None:
+    """A string that is not empty, or None, which ``reason`` explains."""
+
+    def check(instance: object, attribute: _Named, value: object) -> None:
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            raise ValueError(f"{attribute.name} must be text that is not empty, got {value!r}")
+
+    field: object = attrs.field(default=None, validator=check, metadata=note(reason, seed=seed))
+    return cast("str | None", field)
 
 
 def optional_share(reason: str, *, seed: str = "") -> float | None:
     """A share above 0 and up to 1, or None."""
-    return attrs.field(
+    field: object = attrs.field(
         default=None,
         validator=_check_number(is_integer=False, is_optional=True, low=0.01, high=1.0, unit=""),
         metadata={**note(reason, seed=seed, unit="share"), "allowed": _span(0.01, 1.0)},
     )
+    return cast("float | None", field)
 
 
 def choice(default: str, allowed: tuple[str, ...], reason: str, *, seed: str = "") -> str:
     """One of a few words."""
 
-    def check(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+    def check(instance: object, attribute: _Named, value: object) -> None:
         if value not in allowed:
             raise ValueError(f"{attribute.name} must be one of {', '.join(allowed)}, got {value!r}")
 
@@ -95,7 +117,7 @@ def choice(default: str, allowed: tuple[str, ...], reason: str, *, seed: str = "
 def text(default: str, reason: str, *, seed: str = "", is_required: bool = False) -> str:
     """A string; with ``is_required`` not an empty one."""
 
-    def check(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+    def check(instance: object, attribute: _Named, value: object) -> None:
         if not isinstance(value, str):
             raise ValueError(f"{attribute.name} must be text, got {value!r}")
         if is_required and not value.strip():
@@ -107,7 +129,7 @@ def text(default: str, reason: str, *, seed: str = "", is_required: bool = False
 def flag(default: bool, reason: str, *, seed: str = "") -> bool:
     """A boolean and nothing that looks like one (D56)."""
 
-    def check(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+    def check(instance: object, attribute: _Named, value: object) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"{attribute.name} must be true or false, got {value!r}")
 

@@ -1,0 +1,154 @@
+"""Where things listen and how processes are watched: flags rather than YAML (R13, R20).
+
+Every port may be 0: a free one is taken and reported to whoever started the process (D44).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+import attrs
+
+from pdcore.config.fields import bounded, choice, flag, note, optional_int, port, text
+
+#: The seed's ports (requirements, section 1.2); `pdcore up` and `pdcore demo` take free ones.
+ROUTER_HTTP_PORT: Final = 8000
+HTTP_PORTS: Final = {"prefill": 8001, "decode": 8100, "router": ROUTER_HTTP_PORT}
+BOOTSTRAP_PORT: Final = 18800
+LOOPBACK: Final = "127.0.0.1"
+
+
+def _texts(default: tuple[str, ...], reason: str, *, seed: str = "") -> tuple[str, ...]:
+    return attrs.field(default=default, converter=tuple, metadata=note(reason, seed=seed))
+
+
+@attrs.frozen
+class DisaggConfig:
+    """Role and addresses of one instance on this node. Flags only: a YAML file is shared by
+    all nodes of a role, these differ from node to node (R13)."""
+
+    role: str = choice("prefill", ("prefill", "decode"), "one instance plays one role (R1)")
+    host: str = text(LOOPBACK, "what to bind; loopback unless told (D40)", seed="0.0.0.0")
+    local_ip: str = text(LOOPBACK, "what others connect to, never guessed (R15)", is_required=True)
+    http_port: int | None = optional_int(
+        "", "none: 8001 prefill, 8100 decode; 0: a free one", low=0, high=65535, seed="8001 / 8100"
+    )
+    bootstrap_port: int = port(BOOTSTRAP_PORT, "prefill only; 0: a free one", seed="18800")
+    link_port: int = port(0, "leader to its workers", seed="5555 / 5556, +2 on decode")
+    transport: str = text("auto", "shm where both ends share a host", seed="memfabric")
+    node_index: int = bounded(0, "", "position of this node in `ips`", low=0)
+    devices_per_node: int = bounded(1, "devices", "workers this node can hold", low=1)
+    ips: tuple[str, ...] = _texts((LOOPBACK,), "nodes of this role, in order")
+    allowed_bootstraps: tuple[str, ...] = _texts(
+        (), "decode: prefill bootstrap servers it may ask; empty: any on its own host (D41)"
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.node_index >= len(self.ips):
+            raise ValueError(
+                f"node_index must be below the number of ips ({len(self.ips)}), "
+                f"got {self.node_index}"
+            )
+
+    @property
+    def port(self) -> int:
+        return HTTP_PORTS[self.role] if self.http_port is None else self.http_port
+
+
+@attrs.frozen
+class ServerConfig:
+    """``server_config``: HTTP limits and the supervision of processes."""
+
+    request_timeout_s: float = bounded(
+        1800.0,
+        "s",
+        "a request's whole life; each hop gets what is left (R36)",
+        low=0.1,
+        seed="1800",
+    )
+    max_body_bytes: int = bounded(8 << 20, "bytes", "a larger request body is a 413", low=1024)
+    ready_timeout_s: float = bounded(
+        600.0, "s", "from spawn to ready; a first start converts the weights", low=0.1
+    )
+    drain_s: float = bounded(
+        30.0, "s", "running requests may finish this long after SIGTERM (D59)", low=0
+    )
+    stop_timeout_s: float = bounded(10.0, "s", "after draining; then a process is killed", low=0.1)
+    restart_initial_s: float = bounded(0.5, "s", "pause before a dead worker restarts", low=0.01)
+    restart_max_s: float = bounded(30.0, "s", "upper end of the restart back-off", low=0.01)
+    max_restarts: int = bounded(
+        5, "times", "in a row without becoming ready; then the instance exits 1 (D45)", low=0
+    )
+    pin_cpus: bool = flag(False, "give each worker its slice of this process's cores (R11)")
+    log_level: str = choice(
+        "info", ("debug", "info", "warning", "error"), "of worker and leader logs", seed="INFO"
+    )
+
+
+def normalise_address(address: str) -> str:
+    """``host:port`` or a URL -> ``http://host:port`` without a trailing slash (R29).
+
+    Raises ValueError for anything else, naming what is wrong.
+    """
+    url = address if "://" in address else f"http://{address}"
+    parts = urlsplit(url.rstrip("/"))
+    if parts.scheme != "http" or parts.path or parts.query or not parts.hostname:
+        raise ValueError(f"expected host:port or http://host:port, got {address!r}")
+    try:
+        number = parts.port
+    except ValueError:
+        number = None
+    if not number:
+        raise ValueError(f"expected a port between 1 and 65535 in {address!r}")
+    return f"http://{parts.netloc}"
+
+
+@attrs.frozen
+class RouterConfig:
+    """The router: placement is a launcher's choice, it may run anywhere (R9)."""
+
+    host: str = text(LOOPBACK, "what to bind; loopback unless told", seed="0.0.0.0")
+    port: int = port(ROUTER_HTTP_PORT, "0: a free one", seed="8000")
+    prefill_addrs: tuple[str, ...] = _texts((), "leaders of prefill instances, host:port")
+    decode_addrs: tuple[str, ...] = _texts((), "leaders of decode instances, host:port")
+    bootstrap_ports: tuple[int, ...] = attrs.field(
+        default=(BOOTSTRAP_PORT,),
+        converter=tuple,
+        metadata=note("one for all prefill addresses, or one each", seed="18800"),
+    )
+    policy: str = text("round_robin", "how targets are chosen", seed="room modulo")
+    request_timeout_s: float = bounded(
+        1800.0, "s", "a request's whole life; later than the legs' (rule 8)", low=0.1, seed="1800"
+    )
+    log_level: str = choice("info", ("debug", "info", "warning", "error"), "of the router's log")
+
+    def __attrs_post_init__(self) -> None:
+        for name, addresses in (
+            ("prefill_addrs", self.prefill_addrs),
+            ("decode_addrs", self.decode_addrs),
+        ):
+            if not addresses:
+                raise ValueError(f"{name} must name at least one leader, host:port")
+            for address in addresses:
+                try:
+                    normalise_address(address)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+        if len(self.bootstrap_ports) not in (1, len(self.prefill_addrs)):
+            raise ValueError(
+                f"bootstrap_ports must be one port, or one for each of the "
+                f"{len(self.prefill_addrs)} prefill_addrs, got {len(self.bootstrap_ports)}"
+            )
+        for number in self.bootstrap_ports:
+            if isinstance(number, bool) or not 1 <= number <= 65535:
+                raise ValueError(f"bootstrap_ports must be between 1 and 65535, got {number!r}")
+
+    @property
+    def bootstraps(self) -> tuple[str, ...]:
+        """``host:port`` of the bootstrap server of each prefill address (R29, D47b)."""
+        ports = self.bootstrap_ports
+        if len(ports) == 1:
+            ports = ports * len(self.prefill_addrs)
+        hosts = (urlsplit(normalise_address(a)).hostname for a in self.prefill_addrs)
+        return tuple(f"{host}:{number}" for host, number in zip(hosts, ports, strict=True))
