@@ -1,0 +1,97 @@
+"""What every paged runner must check and compute before a step, in numpy.
+
+A *slot* is the row of one token in a pool of shape (num_blocks, entries, block_size):
+``block * entries * block_size + offset`` for entry 0; entry e adds ``e * block_size``.
+One slot number therefore serves all entries of a layout in which the entries of a block
+lie side by side.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcore.errors import EngineError
+from pdcore.kv.spec import KVCacheSpec, KVPlacement
+from pdcore.types import Batch
+
+#: The manager key of full attention: every position keeps its KV.
+FULL_ATTENTION = "full"
+
+Int64Array = NDArray[np.int64]
+
+
+@attrs.frozen
+class PagedLimits:
+    """What a batch is checked against. ``block_stride`` in slots."""
+
+    block_size: int
+    block_stride: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+
+
+def side_by_side(spec: KVCacheSpec, num_blocks: int, region: int) -> KVPlacement:
+    """Placement in which the entries of a block lie side by side, in spec order."""
+    offsets: list[int] = []
+    total = 0
+    for entry in spec.entries:
+        offsets.append(total)
+        total += entry.item_len
+    count = len(offsets)
+    return KVPlacement(num_blocks, (region,) * count, tuple(offsets), (total,) * count)
+
+
+def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
+    """Per sequence the slots of positions 0 .. computed + new - 1, entry 0.
+
+    Raises EngineError, naming the sequence, for whatever would make a runner read or
+    write outside its pool: a position beyond max_model_len, a short block table, a block
+    id out of range or the null block (R93), a token id outside the vocabulary.
+    """
+    vocab = limits.vocab_size
+    if batch.input_ids and (min(batch.input_ids) < 0 or max(batch.input_ids) >= vocab):
+        for i, start, end in batch.spans():
+            for token in batch.input_ids[start:end]:
+                if not 0 <= token < vocab:
+                    raise EngineError(
+                        f"sequence {batch.seq_ids[i]}: token id {token} is outside the "
+                        f"vocabulary of {vocab}"
+                    )
+    offsets = np.arange(limits.block_size, dtype=np.int64)
+    slots = []
+    for i, num_new in enumerate(batch.query_lens):
+        computed = batch.num_computed_tokens[i]
+        if num_new < 1 or computed < 0:
+            raise EngineError(
+                f"sequence {batch.seq_ids[i]}: {num_new} new tokens after {computed} computed "
+                "ones; a step needs at least one new token"
+            )
+        blocks = _blocks(batch, i, computed + num_new, limits)
+        rows = blocks[:, None] * limits.block_stride + offsets
+        slots.append(rows.reshape(-1)[: computed + num_new])
+    return slots
+
+
+def _blocks(batch: Batch, i: int, end: int, limits: PagedLimits) -> Int64Array:
+    seq = batch.seq_ids[i]
+    if end > limits.max_model_len:
+        raise EngineError(
+            f"sequence {seq}: position {end - 1} is beyond max_model_len {limits.max_model_len}"
+        )
+    num_blocks = -(-end // limits.block_size)
+    table = batch.block_tables[i].get(FULL_ATTENTION, ())[:num_blocks]
+    if len(table) < num_blocks:
+        raise EngineError(
+            f"sequence {seq}: {len(table)} blocks in its table for manager key "
+            f"{FULL_ATTENTION!r}, {num_blocks} needed"
+        )
+    blocks = np.fromiter(table, np.int64, num_blocks)
+    if int(blocks.min()) < 1 or int(blocks.max()) >= limits.num_blocks:
+        raise EngineError(
+            f"sequence {seq}: block ids must be within 1..{limits.num_blocks - 1}, got "
+            f"{blocks.min()}..{blocks.max()}"
+        )
+    return blocks

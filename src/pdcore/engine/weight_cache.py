@@ -1,0 +1,183 @@
+"""One dequantised copy of the weights per host, mapped by every worker.
+
+The first process that needs a model writes its fused weights into a file under the
+cache folder, under a lock, and renames it into place; all others map the finished file
+read-only, so that prefill and decode on one host share the pages. The file is keyed by
+the model's sha256, the dtype and the format version.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from pdcore.engine.safetensors import SafetensorsFile, layout, narrow_bf16
+from pdcore.engine.weights import LlamaConfig, WeightSource, fused, fused_layout
+from pdcore.errors import EngineError
+
+#: Raise with any change of names, fusion or layout: older files are then not found.
+FORMAT_VERSION: Final = 1
+
+#: pdcore dtype -> safetensors dtype. Norm vectors stay float32 in every file.
+STORED_DTYPE: Final = {"float32": "F32", "bfloat16": "BF16"}
+
+
+class _Stamp(msgspec.Struct):
+    size: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+def file_sha256(path: Path, cache_dir: Path | None) -> str:
+    """Hex sha256 of a file, remembered in ``cache_dir`` by (path, size, mtime, inode).
+
+    Hashing costs about 0.1 s per 100 MB; the stamp makes it once per file instead of
+    once per process start. A stamp that cannot be written is no error.
+    """
+    try:
+        stat = path.stat()
+        seen = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+        stamp_path = cache_dir / "stamps" / f"{key}.json" if cache_dir else None
+        if stamp_path is not None and (remembered := _read_stamp(stamp_path, seen)):
+            return remembered
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as exc:
+        raise EngineError(f"{path}: cannot read the model file: {exc}") from exc
+    if stamp_path is not None:
+        _write_stamp(stamp_path, _Stamp(*seen, digest))
+    return digest
+
+
+def _read_stamp(path: Path, seen: tuple[int, int, int]) -> str | None:
+    try:
+        stamp = msgspec.json.decode(path.read_bytes(), type=_Stamp)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return stamp.sha256 if (stamp.size, stamp.mtime_ns, stamp.inode) == seen else None
+
+
+def _write_stamp(stamp_path: Path, fresh: _Stamp) -> None:
+    temporary = stamp_path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        stamp_path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(fresh))
+        temporary.replace(stamp_path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def cached_weights(
+    open_source: Callable[[], WeightSource],
+    config: LlamaConfig,
+    identity: str,
+    dtype: str,
+    cache_dir: Path,
+) -> SafetensorsFile:
+    """The finished cache file of a model, built first if need be.
+
+    ``identity`` is the sha256 of the model files. ``open_source`` is called only when the
+    file must be built. Several processes may call this at once: one builds, the others
+    wait. A truncated or foreign file is rebuilt. Raises EngineError when the folder is
+    not writable or the disk is full.
+    """
+    path = cache_dir / f"{identity[:32]}.{dtype}.v{FORMAT_VERSION}.safetensors"
+    ready = _open_if_valid(path, config, identity, dtype)
+    if ready is not None:
+        return ready
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            ready = _open_if_valid(path, config, identity, dtype)
+            if ready is None:
+                _build(path, open_source(), identity, dtype)
+                ready = _open_if_valid(path, config, identity, dtype)
+    except OSError as exc:
+        need = _plan(config, identity, dtype)[2]
+        reason = "no space left" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else str(exc)
+        raise EngineError(
+            f"cannot write the weight cache {path} ({need / 1e6:.0f} MB): {reason}. "
+            "Free space there or set another cache folder."
+        ) from exc
+    if ready is None:
+        raise EngineError(f"{path}: the weight cache is unusable right after it was built")
+    return ready
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Exclusive across processes; the kernel drops it when the holder dies."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _plan(config: LlamaConfig, identity: str, dtype: str) -> tuple[bytes, dict[str, int], int]:
+    tensors = {
+        t.name: ("F32" if t.is_norm else STORED_DTYPE[dtype], t.shape) for t in fused_layout(config)
+    }
+    metadata = {"identity": identity, "dtype": dtype, "format": str(FORMAT_VERSION)}
+    header, placed, size = layout(tensors, metadata)
+    return header, {name: tensor.offset for name, tensor in placed.items()}, size
+
+
+def _open_if_valid(
+    path: Path, config: LlamaConfig, identity: str, dtype: str
+) -> SafetensorsFile | None:
+    """None when absent or not exactly what we would write (header and length)."""
+    header, _, size = _plan(config, identity, dtype)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
+                return None
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise EngineError(f"{path}: cannot read the weight cache: {exc}") from exc
+    return SafetensorsFile(path)
+
+
+def _build(path: Path, source: WeightSource, identity: str, dtype: str) -> None:
+    header, offsets, size = _plan(source.config, identity, dtype)
+    # One fixed name is enough under the lock, and a crash leaves at most one of them.
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb+") as file:
+            # Reserve first: a full disk must be an error here, not a SIGBUS below.
+            os.posix_fallocate(file.fileno(), 0, size)
+            with mmap.mmap(file.fileno(), size) as target:
+                target[: len(header)] = header
+                for tensor in fused_layout(source.config):
+                    values = fused(source, tensor).reshape(-1)
+                    stored = values if tensor.is_norm or dtype == "float32" else narrow_bf16(values)
+                    start = offsets[tensor.name]
+                    view = np.frombuffer(target, stored.dtype, stored.size, start)
+                    view[:] = stored
+                    # The mapping cannot be closed while an array exports it.
+                    del view
+                target.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
