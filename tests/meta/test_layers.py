@@ -39,6 +39,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     ),
     2: (
         "pdcore.fsm.machine",
+        "pdcore.fsm.legs",
         "pdcore.fsm.sender",
         "pdcore.fsm.receiver",
         "pdcore.fsm.peer",
