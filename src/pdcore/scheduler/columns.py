@@ -1,0 +1,159 @@
+"""What a :class:`pdcore.scheduler.batch.DecodeBatcher` keeps between steps: the columns
+of the runner's batch, and a calendar of the few sequences that a given step touches."""
+
+from __future__ import annotations
+
+from collections import abc as cabc
+from typing import TypeVar
+
+from pdcore.scheduler.sequence import Sequence
+from pdcore.types import SamplingParams
+
+_T = TypeVar("_T")
+
+
+class Row:
+    """Book-keeping of one running sequence. ``index`` is its column position or -1."""
+
+    __slots__ = ("alloc_step", "blocks", "index", "limit_step", "order", "seq", "stops")
+
+    def __init__(self, seq: Sequence, order: int, stops: frozenset[int]) -> None:
+        self.seq = seq
+        self.order = order
+        self.stops = stops
+        self.index = -1
+        #: Step before which a table of this sequence changes.
+        self.alloc_step = -1
+        #: Step at whose commit it reaches its length limit.
+        self.limit_step = -1
+        #: The one table, when there is a uniform block size.
+        self.blocks: list[int] = []
+
+
+class Calendar:
+    """Rows by the step that touches them. ``step`` is the next step to run."""
+
+    __slots__ = ("_alloc", "_limit", "step")
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._alloc: dict[int, list[Row]] = {}
+        self._limit: dict[int, dict[int, Row]] = {}
+
+    def plan_alloc(self, row: Row, step: int) -> None:
+        row.alloc_step = step
+        self._alloc.setdefault(step, []).append(row)
+
+    def plan_alloc_together(self, rows: list[Row], step: int) -> None:
+        for row in rows:
+            row.alloc_step = step
+        known = self._alloc.setdefault(step, rows)
+        if known is not rows:
+            known.extend(rows)
+
+    def pop_alloc(self) -> list[Row]:
+        """Rows in the batch whose tables change before this step."""
+        step = self.step
+        rows = self._alloc.pop(step, None)
+        if rows is None:
+            return []
+        return [row for row in rows if row.alloc_step == step and row.index >= 0]
+
+    def plan_limit(self, row: Row, step: int) -> None:
+        self.forget_limit(row)
+        row.limit_step = step
+        self._limit.setdefault(step, {})[row.order] = row
+
+    def forget_limit(self, row: Row) -> None:
+        """A row that leaves must not be kept alive by a far-away limit."""
+        rows = self._limit.get(row.limit_step)
+        if rows is not None and rows.pop(row.order, None) is not None and not rows:
+            del self._limit[row.limit_step]
+
+    def pop_limit(self) -> cabc.Collection[Row]:
+        """Rows that reach their length limit with this step's token."""
+        return self._limit.pop(self.step, {}).values()
+
+
+class Columns:
+    """The parallel lists of the decode batch. While a batch is in flight no list
+    changes: rows that leave are marked gone and taken out when it lands."""
+
+    __slots__ = (
+        "gone",
+        "in_flight",
+        "last",
+        "offsets",
+        "ones",
+        "outputs",
+        "rows",
+        "sample",
+        "sampling",
+        "seq_ids",
+        "seqs",
+        "tables",
+    )
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.seqs: list[Sequence] = []
+        self.seq_ids: list[int] = []
+        self.outputs: list[list[int]] = []
+        self.tables: list[cabc.Mapping[str, cabc.Sequence[int]]] = []
+        self.sampling: list[SamplingParams] = []
+        self.last: list[int] = []
+        #: num_computed_tokens minus the step number: constant while a step gives one token.
+        self.offsets: list[int] = []
+        self.ones: list[int] = []
+        self.sample: list[bool] = []
+        self.in_flight = False
+        self.gone: list[Row] = []
+
+    def append(self, row: Row, table: dict[str, list[int]], step: int) -> None:
+        seq = row.seq
+        row.index = len(self.rows)
+        self.rows.append(row)
+        self.seqs.append(seq)
+        self.seq_ids.append(seq.seq_id)
+        self.outputs.append(seq.output_token_ids)
+        self.tables.append(table)
+        self.sampling.append(seq.request.sampling)
+        self.last.append(seq.output_token_ids[-1])
+        self.offsets.append(seq.num_computed_tokens - step)
+        self.ones.append(1)
+        self.sample.append(True)
+
+    def remove(self, row: Row) -> None:
+        """Take a row out now, or when the batch in flight lands."""
+        if self.in_flight:
+            # Its token goes nowhere: the sequence may be in another queue already.
+            self.outputs[row.index] = []
+            self.gone.append(row)
+            return
+        hole = row.index
+        row.index = -1
+        self.rows[-1].index = hole if self.rows[-1] is not row else -1
+        _fill_hole(self.rows, hole)
+        _fill_hole(self.seqs, hole)
+        _fill_hole(self.seq_ids, hole)
+        _fill_hole(self.outputs, hole)
+        _fill_hole(self.tables, hole)
+        _fill_hole(self.sampling, hole)
+        _fill_hole(self.last, hole)
+        _fill_hole(self.offsets, hole)
+        self.ones.pop()
+        self.sample.pop()
+
+    def land(self) -> None:
+        """The batch is no longer in flight: rows that left meanwhile go now."""
+        self.in_flight = False
+        gone, self.gone = self.gone, []
+        for row in gone:
+            self.remove(row)
+
+
+def _fill_hole(column: list[_T], hole: int) -> None:
+    """Move the last item into the hole: O(1); the order of rows means nothing."""
+    last = column.pop()
+    if hole < len(column):
+        column[hole] = last
