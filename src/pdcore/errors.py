@@ -89,7 +89,3 @@ class EngineError(PdcoreError):
 
 class LifecycleError(PdcoreError):
     """A lifecycle table, or the class it is compiled onto, is wrong: found at import."""
-
-
-class NotConnected(PdcoreError):
-    """The worker has no connection to its leader: refused at once, not lost (D42)."""

@@ -1,11 +1,12 @@
 """The leader link: one ROUTER in the leader's parent process, one DEALER in each worker.
 
-ROUTER_MANDATORY makes a request for a worker that is not there an error at once instead of
-a silence of 1,800 s (D42); a full queue is an error too, never a lost message. Results are
+ROUTER_MANDATORY makes a request for a worker that is not there a refusal at once instead of
+a silence of 1,800 s (D42); a full queue is a refusal too, never a lost message. Results are
 handed to the event loop's own thread, no thread pool in between (D43), and both ends are
 bounded. A worker's identity carries its rank and incarnation, so that a restarted worker is
-another worker, and a token that the leader gave it at spawn, so that no other process of
-the host can pose as one (D40).
+another worker, and a secret of the leader, so that no other process of the host can pose as
+one (D40). The secret is part of the link's address, ``tcp://host:port#secret``, which
+workers are told on their standard input.
 
 The leader waits on the socket's descriptor with ``loop.add_reader`` (2-3x the rate of
 ``zmq.asyncio``, measured). It is edge-triggered, and a send may swallow the edge of a
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import secrets
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -38,13 +40,14 @@ from pdcore.control.zmq import (
     Socket,
     bind_tcp,
     configure,
+    is_tcp_address,
     new_context,
 )
-from pdcore.errors import CodecError, NotConnected, Overloaded
+from pdcore.errors import CodecError, ConfigError, Overloaded
 from pdcore.types import Incarnation
 
-TOKEN_BYTES: Final = 16
-_IDENTITY: Final = struct.Struct(f"<B{TOKEN_BYTES}s16sI")
+_SECRET_BYTES: Final = 16
+_IDENTITY: Final = struct.Struct(f"<B{_SECRET_BYTES}s16sI")
 #: ROUTER reserves identities that start with a zero byte.
 _IDENTITY_MARK: Final = 0x50
 
@@ -65,46 +68,60 @@ class WorkerId(NamedTuple):
     incarnation: Incarnation
 
 
-def pack_identity(worker: WorkerId, token: bytes) -> bytes:
-    return _IDENTITY.pack(_IDENTITY_MARK, token, worker.incarnation, worker.rank)
+def pack_identity(worker: WorkerId, secret: bytes) -> bytes:
+    return _IDENTITY.pack(_IDENTITY_MARK, secret, worker.incarnation, worker.rank)
 
 
-def unpack_identity(identity: bytes, token: bytes) -> WorkerId | None:
+def unpack_identity(identity: bytes, secret: bytes) -> WorkerId | None:
     """None for anything that is not one of ours."""
     if len(identity) != _IDENTITY.size:
         return None
     mark, found, incarnation, rank = _IDENTITY.unpack(identity)
-    if mark != _IDENTITY_MARK or not hmac.compare_digest(found, token):
+    if mark != _IDENTITY_MARK or not hmac.compare_digest(found, secret):
         return None
     return WorkerId(rank, Incarnation(incarnation))
+
+
+def split_address(address: str) -> tuple[str, bytes]:
+    """``tcp://host:port#secret`` -> (where to connect, the secret). Raises ConfigError."""
+    where, _, secret = address.partition("#")
+    try:
+        raw = bytes.fromhex(secret)
+    except ValueError:
+        raw = b""
+    if len(raw) != _SECRET_BYTES or not is_tcp_address(where):
+        raise ConfigError(
+            f"link address {where!r} must be tcp://host:port#secret, as the leader's link has it"
+        )
+    return where, raw
 
 
 class WorkerLink:
     """A worker's end. The worker loop owns it; nothing here blocks.
 
-    ``token`` comes from the leader with the spawn arguments. Messages that the socket does
-    not take wait in a backlog of at most ``max_backlog``: a result is never dropped while
-    there is a leader that may still read it.
+    ``leader_address`` is :attr:`LeaderLink.address`. Messages that the socket does not take
+    wait in a backlog of at most ``max_backlog``: a result is never dropped while there is a
+    leader that may still read it. Raises ConfigError for a malformed address.
     """
 
     def __init__(
         self,
         leader_address: str,
         worker: WorkerId,
-        token: bytes,
         *,
         max_backlog: int = 65_536,
         options: ChannelOptions = LINK_OPTIONS,
         context: Context | None = None,
         thread_id: Callable[[], int] | None = None,
     ) -> None:
+        where, secret = split_address(leader_address)
         self._owner = OwnerCheck("the leader link", thread_id)
         self._owned_context = None if context else new_context(16)
         used = context or self._owned_context or new_context(16)
         self._socket: Socket = used.socket(zmq.DEALER)
         configure(self._socket, options)
-        self._socket.setsockopt(zmq.ROUTING_ID, pack_identity(worker, token))
-        self._socket.connect(leader_address)
+        self._socket.setsockopt(zmq.ROUTING_ID, pack_identity(worker, secret))
+        self._socket.connect(where)
         self._backlog: deque[bytes] = deque()
         self._max_backlog = max_backlog
         self._max_bytes = options.max_message_bytes
@@ -178,6 +195,8 @@ class LinkCounters:
     num_sent: int = 0
     num_unknown_identity: int = 0
     num_garbage: int = 0
+    #: Messages of a process life that another one of the same rank has replaced.
+    num_stale: int = 0
     num_not_connected: int = 0
     num_overloaded: int = 0
 
@@ -185,15 +204,18 @@ class LinkCounters:
 class LeaderLink:
     """The leader's end, owned by one asyncio loop.
 
-    ``on_message(worker, message)`` is called in the loop, in order per worker. A worker is
-    reachable once it has connected; that it serves is said by its WorkerReady, which the
-    dispatcher keeps (a registry of who is ready is not the link's business).
+    ``on_message(rank, message)`` is called in the loop, in order per worker. A rank is
+    reachable from its first message on; the latest life of a rank to say WorkerReady is the
+    one that counts, and what a former life still had under way is counted and dropped. Who
+    is ready is kept by the dispatcher.
+
+    The socket is bound here, so that ``address`` can be handed to workers; ``start`` begins
+    to deliver. Raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
         self,
-        on_message: Callable[[WorkerId, WorkerMessage], None],
-        token: bytes,
+        on_message: Callable[[int, WorkerMessage], None],
         *,
         bind_host: str = "127.0.0.1",
         advertise_host: str | None = None,
@@ -202,15 +224,13 @@ class LeaderLink:
         drain_budget: int = 256,
         safety_interval_s: float = 0.5,
     ) -> None:
-        if len(token) != TOKEN_BYTES:
-            raise ValueError(f"token must be {TOKEN_BYTES} random bytes, got {len(token)}")
         self._on_message = on_message
-        self._token = token
-        self._max_bytes = options.max_message_bytes
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._lives: dict[int, _Lives] = {}
+        self._options = options
         self._drain_budget = drain_budget
         self._safety_interval_s = safety_interval_s
-        self._context = new_context(16)
-        self._socket: Socket = self._context.socket(zmq.ROUTER)
+        self._socket: Socket = new_context(16).socket(zmq.ROUTER)
         configure(self._socket, options)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A worker whose TCP connection broke comes back under the same identity.
@@ -220,11 +240,13 @@ class LeaderLink:
         self._look: asyncio.Handle | None = None
         self.counters = LinkCounters()
         try:
-            self.address = bind_tcp(self._socket, bind_host, port, advertise_host)
-        except BaseException:
+            where = bind_tcp(self._socket, bind_host, port, advertise_host)
+        except ConfigError:
             self._socket.close(linger=0)
-            self._context.term()
+            self._socket.context.term()
             raise
+        #: Where workers connect; holds the secret, so it belongs in no log and no argv.
+        self.address = f"{where}#{self._secret.hex()}"
 
     async def start(self) -> None:
         """Begin to deliver, in the running loop. Workers may have connected before."""
@@ -232,21 +254,26 @@ class LeaderLink:
         self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._drain)
         self._tick()
 
-    def send(self, worker: WorkerId, message: LeaderMessage) -> None:
-        """Never blocks, never loses in silence: raises NotConnected when this life of the
-        worker has no connection, Overloaded when its queue is full, CodecError for a
-        message over the limit."""
-        data = encode_link(message, self._max_bytes)
+    def send(self, rank: int, message: LeaderMessage) -> bool:
+        """Never blocks, never loses in silence: False when the rank has no connection or its
+        queue is full (D42). Raises CodecError for a message over the size limit."""
+        data = encode_link(message, self._options.max_message_bytes)
+        lives = self._lives.get(rank)
+        if lives is None or self._socket.closed:
+            self.counters.num_not_connected += 1
+            return False
+        identity = pack_identity(WorkerId(rank, lives.current), self._secret)
         try:
-            self._socket.send_multipart([pack_identity(worker, self._token), data], zmq.DONTWAIT)
+            self._socket.send_multipart([identity, data], zmq.DONTWAIT)
         except zmq.Again:
             self.counters.num_overloaded += 1
-            raise Overloaded(f"the queue to worker {worker.rank} is full") from None
-        except zmq.ZMQError as error:
+            return False
+        except zmq.ZMQError:  # EHOSTUNREACH: mandatory routing found no connection
             self.counters.num_not_connected += 1
-            raise NotConnected(f"worker {worker.rank} is not connected: {error}") from None
+            return False
         self.counters.num_sent += 1
         self._look_soon()
+        return True
 
     def close(self, linger_s: float = 0.0) -> None:
         """Idempotent. ``linger_s`` bounds how long last messages (Stop) may still leave."""
@@ -258,7 +285,7 @@ class LeaderLink:
             if handle is not None:
                 handle.cancel()
         self._socket.close(linger=int(linger_s * 1000))
-        self._context.term()
+        self._socket.context.term()
 
     def _tick(self) -> None:
         """An edge that got lost costs ``safety_interval_s``, never a hang (pyzmq #2173)."""
@@ -291,21 +318,44 @@ class LeaderLink:
                 self._look_soon()
 
     def _deliver(self, parts: list[bytes]) -> None:
-        worker = unpack_identity(parts[0], self._token)
+        worker = unpack_identity(parts[0], self._secret)
         if worker is None:
             self.counters.num_unknown_identity += 1
             return
         message: WorkerMessage | None = None
         if len(parts) == 2:
             try:
-                message = decode_worker_message(parts[1], self._max_bytes)
+                message = decode_worker_message(parts[1], self._options.max_message_bytes)
             except CodecError:
                 message = None
         if message is None or not _is_from(worker, message):
             self.counters.num_garbage += 1
-            return
-        self.counters.num_received += 1
-        self._on_message(worker, message)
+        elif not self._is_current(worker, isinstance(message, WorkerReady)):
+            self.counters.num_stale += 1
+        else:
+            self.counters.num_received += 1
+            self._on_message(worker.rank, message)
+
+    def _is_current(self, worker: WorkerId, is_ready: bool) -> bool:
+        lives = self._lives.get(worker.rank)
+        if lives is None:
+            self._lives[worker.rank] = _Lives(worker.incarnation)
+            return True
+        if lives.current == worker.incarnation:
+            return True
+        if not is_ready or worker.incarnation in lives.replaced:
+            return False
+        lives.replaced.append(lives.current)
+        lives.current = worker.incarnation
+        return True
+
+
+@attrs.define
+class _Lives:
+    """The process life of a rank that counts, and former ones that must not come back."""
+
+    current: Incarnation
+    replaced: deque[Incarnation] = attrs.field(factory=lambda: deque(maxlen=8))
 
 
 def _is_from(worker: WorkerId, message: WorkerMessage) -> bool:
