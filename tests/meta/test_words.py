@@ -17,8 +17,9 @@ BANNED = {"manager", "managers", "helper", "helpers", "util", "utils", "mixin", 
 FIELD_WORDS = re.compile(r"manager_keys?")
 
 VENDORS = re.compile(r"mooncake|nixl|memfabric|hccl|hixl", re.IGNORECASE)
-#: A transport's name is its user's word, so these may print it.
-NAMES_VENDORS = ("pdcore.transports", "pdcore.cli.doctor")
+#: A transport's name is its user's word, so these may print it; the table of deployment
+#: defaults records what the system before this one used.
+NAMES_VENDORS = ("pdcore.transports", "pdcore.cli.doctor", "pdcore.config.deploy")
 
 # Spelled in pieces so that this file passes its own check.
 OUT_OF_REPOSITORY = re.compile(
@@ -64,7 +65,9 @@ def identifiers(module: Module) -> Iterator[tuple[str, int]]:
 
 def words(identifier: str) -> set[str]:
     """The words of a snake_case or CamelCase name, in lower case."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", " ", FIELD_WORDS.sub("", identifier))
+    spaced = re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", " ", FIELD_WORDS.sub("", identifier)
+    )
     return {word.lower() for word in spaced.split()}
 
 
@@ -166,7 +169,7 @@ def test_a_sleep_is_found(text: str, expected: list[int]) -> None:
 
 
 def test_the_patterns_have_teeth() -> None:
-    assert OUT_OF_REPOSITORY.search("see .." + "/shared/design")
+    assert OUT_OF_REPOSITORY.search("see ../shar" + "ed/design")
     assert OUT_OF_REPOSITORY.search("cd /work" + "/main")
     assert not OUT_OF_REPOSITORY.search("transports/shm keeps shared memory, shared/ or not")
     assert REGISTRY.search("--extra-index" + "-url")
