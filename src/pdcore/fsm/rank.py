@@ -15,10 +15,10 @@ There is no terminal state: a place lives as long as its table and rests in Abse
 Who moves it: the bootstrap server, for a registration (``registered``), a goodbye
 (``deregistered``), and its own clock (``lease_expired``, ``retention_expired``). Another
 incarnation always wins over the one that holds the place (R24: registration replaces), and
-the loser never gets it back: a delayed registration of a replaced (or departed) incarnation
-is ignored and counted, so a restart cannot be undone by an old packet (D32). Every change of the route is
-an effect ``RouteChanged``, by which the table's epoch grows and decode learns that the
-former incarnation must be fenced.
+the loser never gets it back: a delayed registration of a replaced or departed incarnation is
+ignored and counted, so a restart cannot be undone by an old packet (D32). Every change of
+the route is an effect ``RouteChanged``, by which the table's epoch grows and decode learns
+that the former incarnation must be fenced.
 
 Not modelled here: what a registration must agree with (topology, block sizes; the table
 checks that first and answers 400 or 409), time, HTTP.

@@ -1,8 +1,9 @@
 """Lifecycles as tables: the one definition that machines, proofs and diagrams share.
 
 A lifecycle is total: a (state, event) pair without a row, or whose guards all say no, is
-"ignored and counted". Terminal states have no rows that leave them. Rows of one
-(source, event) are tried in order, the first whose guard holds is taken.
+"ignored and counted". Terminal states have no rows that leave them. A lifecycle without
+terminal states (a place in a table) rests in its initial state. Rows of one (source, event)
+are tried in order, the first whose guard holds is taken.
 
 Guards and actions are names of methods of the entity class. A guard is a pure predicate
 ``guard(self, payload) -> bool`` over the entity's facts. An action updates facts and
@@ -51,7 +52,7 @@ class Lifecycle:
     events: tuple[str, ...]
     rows: tuple[Row, ...]
     info: Mapping[enum.Enum, StateInfo]
-    #: Guard names of rows that open the way out of a state by deadline alone.
+    #: Events that a timer alone causes: each state that waits has a row for one of them.
     deadline_events: tuple[str, ...] = ("deadline_expired",)
 
     def rows_for(self, state: enum.Enum, event: str) -> tuple[Row, ...]:
