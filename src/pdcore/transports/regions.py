@@ -1,0 +1,117 @@
+"""The memory one transport has registered, and who may still touch it.
+
+A region has two kinds of holders: leases (granted to peers, they write it) and pins
+(handles of our own that read or write it). ``remove`` refuses while there is any (G5).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+
+from pdcore.errors import TransportError
+from pdcore.transports.base import Region, RemoteLease
+from pdcore.transports.check import MAX_REGION_BYTES, check_lease
+from pdcore.transports.copy import ByteArray
+from pdcore.types import LeaseId
+
+
+@attrs.define
+class _Grant:
+    lease: RemoteLease
+    revoked: bool = False
+
+
+class RegionTable:
+    """``arrays`` and ``sizes`` are by region id, for checks and copies; read only."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, ByteArray] = {}
+        self.sizes: dict[int, int] = {}
+        self._ids = itertools.count(1)
+        self._regions: dict[int, Region] = {}
+        self._targets: set[int] = set()
+        self._pins: Counter[int] = Counter()
+        self._grants: dict[LeaseId, _Grant] = {}
+
+    def add(self, buffer: memoryview, *, target: bool) -> Region:
+        """``target``: peers may be granted parts of it. Raises TransportError unless the
+        buffer is contiguous, not empty, and writable where it is a target."""
+        if not buffer.c_contiguous or buffer.nbytes == 0 or buffer.nbytes > MAX_REGION_BYTES:
+            raise TransportError(
+                f"a region must be contiguous and hold 1 to {MAX_REGION_BYTES} bytes, "
+                f"got {buffer.nbytes}"
+            )
+        if target and buffer.readonly:
+            raise TransportError("a region that peers write must be writable")
+        flat = buffer.cast("B")
+        region = Region(next(self._ids), flat.nbytes, flat)
+        self._regions[region.region_id] = region
+        self.arrays[region.region_id] = np.frombuffer(flat, np.uint8)
+        self.sizes[region.region_id] = flat.nbytes
+        if target:
+            self._targets.add(region.region_id)
+        return region
+
+    def remove(self, region: Region) -> None:
+        """Raises TransportError for a region that is unknown, leased or in flight."""
+        region_id = region.region_id
+        if self._regions.get(region_id) is not region:
+            raise TransportError(f"region {region_id} is not registered here")
+        leases = [grant.lease for grant in self._grants.values() if region_id in grant.lease.ranges]
+        if leases:
+            raise TransportError(
+                f"region {region_id} is under {len(leases)} lease(s), for one {leases[0].lease}: "
+                "release them before deregister"
+            )
+        if self._pins[region_id]:
+            raise TransportError(
+                f"region {region_id} is used by {self._pins[region_id]} transfer(s) in flight: "
+                "wait until they are quiesced before deregister"
+            )
+        del self._regions[region_id], self.arrays[region_id], self.sizes[region_id]
+        self._targets.discard(region_id)
+
+    def targets(self) -> dict[int, int]:
+        """Region id to bytes, of what peers may be granted."""
+        return {region_id: self.sizes[region_id] for region_id in sorted(self._targets)}
+
+    def pin(self, region_ids: Iterable[int]) -> None:
+        self._pins.update(region_ids)
+
+    def unpin(self, region_ids: Iterable[int]) -> None:
+        for region_id in region_ids:
+            self._pins[region_id] -= 1
+            if not self._pins[region_id]:
+                del self._pins[region_id]
+
+    def grant(self, lease: RemoteLease) -> None:
+        """Raises TransportError for ranges outside our target regions, and for a lease id
+        that was used before and not yet released (ids are fresh, rule 1)."""
+        if lease.lease in self._grants:
+            raise TransportError(f"{lease.lease} is granted already; lease ids are used once")
+        check_lease(lease, self.targets())
+        self._grants[lease.lease] = _Grant(lease)
+
+    def revoke(self, lease: LeaseId) -> None:
+        grant = self._grants.get(lease)
+        if grant is not None:
+            grant.revoked = True
+
+    def release(self, lease: LeaseId) -> None:
+        self._grants.pop(lease, None)
+
+    def granted(self, lease: LeaseId) -> RemoteLease | None:
+        """The lease while it is granted and not revoked."""
+        grant = self._grants.get(lease)
+        return None if grant is None or grant.revoked else grant.lease
+
+    def __repr__(self) -> str:
+        return (
+            f"RegionTable(regions={len(self._regions)}, leases={len(self._grants)}, "
+            f"pins={sum(self._pins.values())})"
+        )

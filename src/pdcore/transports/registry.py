@@ -1,0 +1,119 @@
+"""Transports by name: the ones that come with pdcore, and third parties' entry points.
+
+Nothing is imported before it is asked for, so a vendor's missing library costs only
+those who chose that vendor. A third party registers a :class:`TransportPlugin` under
+the entry point group ``pdcore.transports``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+import attrs
+
+from pdcore.errors import ConfigError, TransportError
+from pdcore.transports.base import Transport
+from pdcore.types import Incarnation
+
+ENTRY_POINT_GROUP: Final = "pdcore.transports"
+
+#: Chosen by ``auto``, in this order: the first that works on this machine.
+AUTO: Final = "auto"
+AUTO_ORDER: Final = ("shm",)
+
+#: name -> module that has a ``PLUGIN``.
+_BUILT_IN: Final[dict[str, str]] = {
+    "loopback": "pdcore.transports.loopback",
+    "shm": "pdcore.transports.shm",
+}
+
+
+@attrs.frozen
+class TransportPlugin:
+    """``create(incarnation, **options)`` makes a transport; ``why_unavailable()`` says
+    in one sentence why it cannot work on this machine, or None."""
+
+    create: Callable[..., Transport]
+    why_unavailable: Callable[[], str | None]
+
+
+def names() -> list[str]:
+    """Every transport that can be named, whether it works here or not."""
+    return sorted({*_BUILT_IN, *_third_party()})
+
+
+def available() -> dict[str, str | None]:
+    """Name -> None when it works on this machine, else the reason why not."""
+    found: dict[str, str | None] = {}
+    for name in names():
+        try:
+            found[name] = load(name).why_unavailable()
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def load(name: str) -> TransportPlugin:
+    """Raises ConfigError for an unknown name, naming the known ones, and for a plugin
+    that cannot be imported."""
+    module = _BUILT_IN.get(name)
+    try:
+        if module is not None:
+            plugin: object = vars(importlib.import_module(module))["PLUGIN"]
+        else:
+            entry = _third_party().get(name)
+            if entry is None:
+                raise ConfigError(
+                    f"transport: unknown name {name!r}; choose one of {', '.join([AUTO, *names()])}"
+                )
+            plugin = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"transport {name!r} cannot be imported: {error}") from error
+    if not isinstance(plugin, TransportPlugin):
+        raise ConfigError(
+            f"transport {name!r}: its entry point must be a TransportPlugin, got "
+            f"{type(plugin).__name__}"
+        )
+    return plugin
+
+
+def resolve(name: str) -> str:
+    """``auto`` becomes the first of AUTO_ORDER that works here; other names are checked
+    to be known. Raises ConfigError."""
+    if name != AUTO:
+        load(name)
+        return name
+    reasons = []
+    for candidate in AUTO_ORDER:
+        reason = load(candidate).why_unavailable()
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+    raise ConfigError(
+        f"transport: no transport for {AUTO!r} works on this machine ({'; '.join(reasons)}); "
+        f"name one of {', '.join(names())}"
+    )
+
+
+def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
+    """Make the transport ``name`` (or ``auto``) for this process start.
+
+    Raises ConfigError for an unknown name or an option it does not have, TransportError
+    when it cannot work here.
+    """
+    chosen = resolve(name)
+    plugin = load(chosen)
+    reason = plugin.why_unavailable()
+    if reason is not None:
+        raise TransportError(f"transport {chosen!r} does not work on this machine: {reason}")
+    try:
+        return plugin.create(incarnation, **options)
+    except TypeError as error:
+        raise ConfigError(f"transport {chosen!r}: {error}") from error
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
