@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -71,12 +71,11 @@ def optional_int(
     unit: str, reason: str, *, low: float, high: float = math.inf, seed: str = ""
 ) -> int | None:
     """An integer in [low, high], or None, which ``reason`` explains."""
-    field: object = attrs.field(
-        default=None,
-        validator=_check_number(is_integer=True, is_optional=True, low=low, high=high, unit=unit),
-        metadata={**note(reason, seed=seed, unit=unit), "allowed": _span(low, high)},
+    check: Callable[[object, _Named, int | None], None] = _check_number(
+        is_integer=True, is_optional=True, low=low, high=high, unit=unit
     )
-    return cast("int | None", field)
+    metadata = {**note(reason, seed=seed, unit=unit), "allowed": _span(low, high)}
+    return attrs.field(default=None, validator=check, metadata=metadata)
 
 
 def optional_text(reason: str, *, seed: str = "") -> str | None:
@@ -86,18 +85,17 @@ def optional_text(reason: str, *, seed: str = "") -> str | None:
         if value is not None and (not isinstance(value, str) or not value.strip()):
             raise ValueError(f"{attribute.name} must be text that is not empty, got {value!r}")
 
-    field: object = attrs.field(default=None, validator=check, metadata=note(reason, seed=seed))
-    return cast("str | None", field)
+    validator: Callable[[object, _Named, str | None], None] = check
+    return attrs.field(default=None, validator=validator, metadata=note(reason, seed=seed))
 
 
 def optional_share(reason: str, *, seed: str = "") -> float | None:
     """A share above 0 and up to 1, or None."""
-    field: object = attrs.field(
-        default=None,
-        validator=_check_number(is_integer=False, is_optional=True, low=0.01, high=1.0, unit=""),
-        metadata={**note(reason, seed=seed, unit="share"), "allowed": _span(0.01, 1.0)},
+    check: Callable[[object, _Named, float | None], None] = _check_number(
+        is_integer=False, is_optional=True, low=0.01, high=1.0, unit=""
     )
-    return cast("float | None", field)
+    metadata = {**note(reason, seed=seed, unit="share"), "allowed": _span(0.01, 1.0)}
+    return attrs.field(default=None, validator=check, metadata=metadata)
 
 
 def choice(default: str, allowed: tuple[str, ...], reason: str, *, seed: str = "") -> str:
