@@ -89,3 +89,13 @@ class EngineError(PdcoreError):
 
 class LifecycleError(PdcoreError):
     """A lifecycle table, or the class it is compiled onto, is wrong: found at import."""
+
+
+class RegistrationConflict(PdcoreError):
+    """A rank's registration contradicts the instance's configuration or its other ranks
+    (D31, 409); ``field`` names the culprit."""
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(f"{field}: {detail}")
+        self.field = field
+        self.detail = detail

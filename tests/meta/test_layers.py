@@ -71,6 +71,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
 #: Inside these rows a package may also import from the packages before it in the list.
 ORDER_WITHIN_ROW: dict[int, tuple[str, ...]] = {
     1: ("config", "topology", "kv", "control", "fsm"),
+    # The rank table drives the rank-registration lifecycle.
+    2: ("fsm", "control"),
     8: ("fsm", "testing", "sim"),
 }
 

@@ -308,24 +308,26 @@ WorkerMessage = Accepted | Aborted | Tokens | Finished | WorkerReady | WorkerHea
 class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of PUT /bootstrap/register_rank (R24 with D31, D32, D35)."""
 
-    attn_tp_size: Annotated[int, msgspec.Meta(ge=1)]
-    attn_tp_rank: Annotated[int, msgspec.Meta(ge=0)]
-    attn_cp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    attn_cp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    attn_dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    attn_dp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    rank_ip: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    attn_tp_rank: Count
+    attn_cp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
+    attn_cp_rank: Count = 0
+    attn_dp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
+    attn_dp_rank: Count = 0
+    rank_ip: Name
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    block_sizes: dict[str, int]
-    kv_cache_dtype: str
-    max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    block_sizes: Annotated[
+        dict[Name, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], msgspec.Meta(min_length=1)
+    ]
+    kv_cache_dtype: Name
+    max_prefill_tokens: Count = 0
     #: 32 hex digits of the 128-bit incarnation.
-    incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    layout_digest: str
-    fingerprint: str
-    transport: str
-    protocol_min: int
-    protocol_max: int
+    incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+    layout_digest: Name
+    fingerprint: Name
+    transport: Name
+    protocol_min: Annotated[int, msgspec.Meta(ge=1, le=255)]
+    protocol_max: Annotated[int, msgspec.Meta(ge=1, le=255)]
 
 
 class RouteRank(msgspec.Struct, frozen=True):
