@@ -157,6 +157,8 @@ def stored_attributes(node: ast.ClassDef) -> set[str]:
         and isinstance(child.target, ast.Name)
         and "ClassVar" not in ast.unparse(child.annotation)
         and "Final" not in ast.unparse(child.annotation)
+        # Of a lifecycle (fsm.machine): the annotation of a method, nothing is stored.
+        and not ast.unparse(child.annotation).startswith(("Event[", "Query["))
     }
     for method in node.body:
         if isinstance(method, FUNCTION):
