@@ -22,7 +22,7 @@ LOWEST_LOGPROB: Final = -float(np.finfo(np.float32).max)
 _MASK: Final = (1 << 64) - 1
 
 
-def _mix64(value: int) -> int:
+def mix64(value: int) -> int:
     """splitmix64's finaliser: every input bit reaches every output bit."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -32,7 +32,7 @@ def _mix64(value: int) -> int:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends only on (seed, position)."""
-    mixed = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
+    mixed = mix64(mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
     return (mixed >> 11) / float(1 << 53)
 
 
