@@ -3,13 +3,13 @@
 Cost follows what changed, not what exists. A :class:`DecodeBatcher` keeps the columns
 of the runner's batch between steps. A calendar by step number says which sequences need
 a block (or drop one) and which reach their length limit, so a step touches only those;
-everybody else costs one list append for the new token. The prefill batch is in
+everybody else costs one place in a column of tokens. The prefill batch is in
 :mod:`pdcore.scheduler.chunks`; its names are re-exported here.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections import abc as cabc
 from itertools import count
 from typing import cast
@@ -23,7 +23,7 @@ from pdcore.scheduler.chunks import (
     commit_prefill,
     select_prefill,
 )
-from pdcore.scheduler.columns import Calendar, Columns, Row
+from pdcore.scheduler.columns import Calendar, Columns, Row, StopIds
 from pdcore.scheduler.sequence import (
     Sequence,
     StepResult,
@@ -81,8 +81,7 @@ class DecodeBatcher:
         self._stalled: dict[int, Row] = {}
         self._columns = Columns()
         self._calendar = Calendar()
-        #: Stop ids of all running sequences, counted: the one test of a normal step.
-        self._stops: Counter[int] = Counter()
+        self._stops = StopIds()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,7 +107,7 @@ class DecodeBatcher:
         if seq.finish_reason is not None:
             raise OwnershipError(f"{seq} has finished")
         row = Row(seq, next(self._orders), stop_ids(seq, self._eos))
-        self._stops.update(row.stops)
+        self._stops.add(row.stops)
         self._rows[seq.seq_id] = row
         self._waiting[seq.seq_id] = row
 
@@ -119,10 +118,7 @@ class DecodeBatcher:
             return None
         self._waiting.pop(seq_id, None)
         self._stalled.pop(seq_id, None)
-        for token in row.stops:
-            self._stops[token] -= 1
-            if not self._stops[token]:
-                del self._stops[token]
+        self._stops.discard(row.stops)
         self._calendar.forget_limit(row)
         if row.index >= 0:
             self._columns.remove(row)
@@ -202,12 +198,10 @@ class DecodeBatcher:
     def _take_one_each(self, flat: list[int]) -> set[int]:
         """Append one token per row; returns the positions that may have finished."""
         columns = self._columns
-        for out, token in zip(columns.outputs, flat, strict=True):
-            out.append(token)
-        columns.last = flat
+        columns.take(flat)
         hits = {row.index for row in self._calendar.pop_limit()}
-        stops = self._stops
-        if not stops.keys().isdisjoint(flat):
+        stops = self._stops.ids
+        if not stops.isdisjoint(flat):
             hits.update([i for i, token in enumerate(flat) if token in stops])
         hits.difference_update([row.index for row in columns.gone])
         self._calendar.step += 1
@@ -228,6 +222,7 @@ class DecodeBatcher:
                     f"decode step; the batch allows 1 to {1 + self._next_n}"
                 )
             rows.append(ids)
+        columns.flush()
         self._calendar.pop_limit()
         self._calendar.step += 1
         hits: set[int] = set()

@@ -3,8 +3,9 @@ of the runner's batch, and a calendar of the few sequences that a given step tou
 
 from __future__ import annotations
 
-from collections import abc as cabc
-from typing import TypeVar
+from collections import Counter, abc
+from itertools import zip_longest
+from typing import Final, TypeVar
 
 from pdcore.scheduler.sequence import Sequence
 from pdcore.types import SamplingParams
@@ -12,10 +13,25 @@ from pdcore.types import SamplingParams
 _T = TypeVar("_T")
 
 
+#: Steps whose tokens may wait in columns before they are handed to the sequences. More
+#: saves little per step and makes the step that hands out dearer.
+HISTORY_STEPS: Final = 16
+
+
 class Row:
     """Book-keeping of one running sequence. ``index`` is its column position or -1."""
 
-    __slots__ = ("alloc_step", "blocks", "index", "limit_step", "order", "seq", "stops")
+    __slots__ = (
+        "alloc_step",
+        "blocks",
+        "columns",
+        "flushed",
+        "index",
+        "limit_step",
+        "order",
+        "seq",
+        "stops",
+    )
 
     def __init__(self, seq: Sequence, order: int, stops: frozenset[int]) -> None:
         self.seq = seq
@@ -28,6 +44,42 @@ class Row:
         self.limit_step = -1
         #: The one table, when there is a uniform block size.
         self.blocks: list[int] = []
+        self.columns: Columns | None = None
+        #: Entries of the columns' history that the sequence already has.
+        self.flushed = 0
+
+    @property
+    def num_pending(self) -> int:
+        return 0 if self.columns is None else len(self.columns.history) - self.flushed
+
+    def flush(self) -> None:
+        columns = self.columns
+        if columns is not None and self.flushed < len(columns.history):
+            index = self.index
+            columns.outputs[index] += [c[index] for c in columns.history[self.flushed :]]
+            self.flushed = len(columns.history)
+
+
+class StopIds:
+    """Every token that may stop some running sequence: a normal step tests its tokens
+    against ``ids`` once, instead of each against its own request."""
+
+    __slots__ = ("_counts", "ids")
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self._counts: Counter[int] = Counter()
+
+    def add(self, ids: frozenset[int]) -> None:
+        self._counts.update(ids)
+        self.ids |= ids
+
+    def discard(self, ids: frozenset[int]) -> None:
+        self._counts.subtract(ids)
+        for token in ids:
+            if self._counts[token] <= 0:
+                del self._counts[token]
+                self.ids.discard(token)
 
 
 class Calendar:
@@ -70,17 +122,22 @@ class Calendar:
         if rows is not None and rows.pop(row.order, None) is not None and not rows:
             del self._limit[row.limit_step]
 
-    def pop_limit(self) -> cabc.Collection[Row]:
+    def pop_limit(self) -> abc.Collection[Row]:
         """Rows that reach their length limit with this step's token."""
         return self._limit.pop(self.step, {}).values()
 
 
 class Columns:
     """The parallel lists of the decode batch. While a batch is in flight no list
-    changes: rows that leave are marked gone and taken out when it lands."""
+    changes: rows that leave are marked gone and taken out when it lands.
+
+    ``history`` holds the token columns of the last steps. A row takes its tokens from
+    there when its sequence is read, before it moves, and every HISTORY_STEPS steps.
+    """
 
     __slots__ = (
         "gone",
+        "history",
         "in_flight",
         "last",
         "offsets",
@@ -99,7 +156,7 @@ class Columns:
         self.seqs: list[Sequence] = []
         self.seq_ids: list[int] = []
         self.outputs: list[list[int]] = []
-        self.tables: list[cabc.Mapping[str, cabc.Sequence[int]]] = []
+        self.tables: list[abc.Mapping[str, abc.Sequence[int]]] = []
         self.sampling: list[SamplingParams] = []
         self.last: list[int] = []
         #: num_computed_tokens minus the step number: constant while a step gives one token.
@@ -108,23 +165,52 @@ class Columns:
         self.sample: list[bool] = []
         self.in_flight = False
         self.gone: list[Row] = []
+        self.history: list[list[int]] = []
 
     def append(self, row: Row, table: dict[str, list[int]], step: int) -> None:
         seq = row.seq
         row.index = len(self.rows)
+        row.columns = self
+        row.flushed = len(self.history)
         self.rows.append(row)
         self.seqs.append(seq)
         self.seq_ids.append(seq.seq_id)
-        self.outputs.append(seq.output_token_ids)
+        self.outputs.append(seq.attach(row))
         self.tables.append(table)
         self.sampling.append(seq.request.sampling)
-        self.last.append(seq.output_token_ids[-1])
+        self.last.append(self.outputs[-1][-1])
         self.offsets.append(seq.num_computed_tokens - step)
         self.ones.append(1)
         self.sample.append(True)
 
+    def take(self, tokens: list[int]) -> None:
+        """One new token per row."""
+        self.last = tokens
+        self.history.append(tokens)
+        if len(self.history) >= HISTORY_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all waiting tokens to the sequences and start a new history."""
+        # Columns differ in length when rows came and went; what a row was not there for,
+        # its ``flushed`` cuts off.
+        lengths = set(map(len, self.history))
+        by_row = zip(*self.history, strict=True) if len(lengths) == 1 else _by_row(self.history)
+        for row, output, tokens in zip(self.rows, self.outputs, by_row, strict=False):
+            if row.flushed:
+                output += tokens[row.flushed :]
+                row.flushed = 0
+            else:
+                output += tokens
+        for row in self.rows[max(lengths, default=0) :]:
+            row.flushed = 0
+        self.history.clear()
+
     def remove(self, row: Row) -> None:
         """Take a row out now, or when the batch in flight lands."""
+        if row.columns is not None:
+            row.seq.attach(None)
+            row.columns = None
         if self.in_flight:
             # Its token goes nowhere: the sequence may be in another queue already.
             self.outputs[row.index] = []
@@ -132,7 +218,10 @@ class Columns:
             return
         hole = row.index
         row.index = -1
-        self.rows[-1].index = hole if self.rows[-1] is not row else -1
+        moved = self.rows[-1]
+        if moved is not row:
+            moved.flush()
+            moved.index = hole
         _fill_hole(self.rows, hole)
         _fill_hole(self.seqs, hole)
         _fill_hole(self.seq_ids, hole)
@@ -150,6 +239,10 @@ class Columns:
         gone, self.gone = self.gone, []
         for row in gone:
             self.remove(row)
+
+
+def _by_row(history: list[list[int]]) -> abc.Iterator[tuple[int, ...]]:
+    return zip_longest(*history, fillvalue=-1)
 
 
 def _fill_hole(column: list[_T], hole: int) -> None:

@@ -10,9 +10,21 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pdcore.types import FinishReason, GenerateRequest, RoomKey
+
+
+class PendingTokens(Protocol):
+    """Where a running sequence's newest tokens wait until somebody reads them: a decode
+    step stores one column for all sequences instead of visiting each."""
+
+    @property
+    def num_pending(self) -> int: ...
+
+    def flush(self) -> None:
+        """Append the pending tokens to the list given to ``attach``."""
+        ...
 
 
 class Sequence:
@@ -20,12 +32,13 @@ class Sequence:
 
     __slots__ = (
         "_num_prefilled",
+        "_output",
+        "_pending",
         "deadline_s",
         "finish_reason",
         "is_prefill_done",
         "num_retractions",
         "output_logprobs",
-        "output_token_ids",
         "request",
         "seq_id",
     )
@@ -34,7 +47,8 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.deadline_s = deadline_s
-        self.output_token_ids: list[int] = []
+        self._output: list[int] = []
+        self._pending: PendingTokens | None = None
         #: Filled only when the request asked for logprobs: aligned with
         #: output_token_ids as far as it goes, None where none is known (D18).
         self.output_logprobs: list[float | None] = []
@@ -52,13 +66,21 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens so far, the live list: read it, add with ``append_token``."""
+        if self._pending is not None:
+            self._pending.flush()
+        return self._output
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.output_token_ids)
+        pending = 0 if self._pending is None else self._pending.num_pending
+        return len(self._output) + pending
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output together; what a prefill of this sequence computes."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.request.prompt_token_ids) + self.num_output_tokens
 
     @property
     def num_computed_tokens(self) -> int:
@@ -90,11 +112,19 @@ class Sequence:
         if self.request.sampling.logprobs:
             self.output_logprobs.append(logprob)
 
+    def attach(self, pending: PendingTokens | None) -> list[int]:
+        """Let a decode batch hold back this sequence's newest tokens, or end that (None).
+        Returns the list that ``flush`` must append to."""
+        if self._pending is not None:
+            self._pending.flush()
+        self._pending = pending
+        return self._output
+
     def record_logprobs(self, logprobs: abc.Sequence[float] | None) -> None:
         """Logprobs of output tokens that were appended without; the newest ones come
         last, what is unknown before them is None."""
         if self.request.sampling.logprobs:
-            missing = len(self.output_token_ids) - len(self.output_logprobs)
+            missing = self.num_output_tokens - len(self.output_logprobs)
             known = list(logprobs or ())[:missing]
             self.output_logprobs += [None] * (missing - len(known))
             self.output_logprobs += known
