@@ -53,7 +53,7 @@ class Lifecycle:
     rows: tuple[Row, ...]
     info: Mapping[enum.Enum, StateInfo]
     #: Events that a timer alone causes: each state that waits has a row for one of them.
-    deadline_events: tuple[str, ...] = ("deadline_expired",)
+    deadline_events: tuple[str, ...] = ("deadline_expired", "drain_expired")
 
     def rows_for(self, state: enum.Enum, event: str) -> tuple[Row, ...]:
         return tuple(r for r in self.rows if r.source is state and r.event == event)
