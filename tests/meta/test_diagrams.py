@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdcore.fsm import diagram
 from tests.meta.source import ROOT
 
 LIFECYCLE = ROOT / "docs" / "lifecycle.md"
@@ -9,8 +10,6 @@ LIFECYCLE = ROOT / "docs" / "lifecycle.md"
 
 def test_the_lifecycle_page_is_fresh() -> None:
     """Regenerate it with `pdcore diagram > docs/lifecycle.md`."""
-    from pdcore.fsm import diagram
-
     assert LIFECYCLE.read_text(encoding="utf-8") == diagram.render(), (
         "docs/lifecycle.md is stale: pdcore diagram > docs/lifecycle.md"
     )

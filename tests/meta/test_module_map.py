@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.meta.source import ROOT, Module, modules
+from tests.meta.source import ROOT, Module, imports, modules, parse
 
 UNIT = ROOT / "tests" / "unit"
 
@@ -15,6 +15,11 @@ EXEMPT: dict[str, str] = {
     "pdcore.transports.base": "a Protocol: its check is the conformance suite in pdcore.testing",
     "pdcore.control.base": "a Protocol: its check is the conformance suite in pdcore.testing",
 }
+
+
+#: The public kit consists of checks: transports and engines under test exercise it, so each of
+#: its modules must be used by a test, directly or through the kit.
+KIT = "pdcore.testing."
 
 
 def has_code(module: Module) -> bool:
@@ -40,9 +45,24 @@ def test_every_module_has_its_test_file() -> None:
     missing = [
         f"{module.name}: {mirror(module).relative_to(ROOT)}"
         for module in modules()
-        if has_code(module) and module.name not in EXEMPT and not mirror(module).exists()
+        if has_code(module)
+        and module.name not in EXEMPT
+        and not module.name.startswith(KIT)
+        and not mirror(module).exists()
     ]
     assert not missing, "modules without a test file:\n" + "\n".join(missing)
+
+
+def test_every_module_of_the_kit_is_used() -> None:
+    known = frozenset(module.name for module in modules())
+    users = [module for module in modules() if module.name.startswith("pdcore.testing")]
+    users += [
+        parse(path.read_text(encoding="utf-8"), f"tests.{path.stem}", path)
+        for path in (ROOT / "tests").rglob("*.py")
+    ]
+    used = {name for module in users for name, _ in imports(module, known) if name != module.name}
+    unused = [name for name in known if name.startswith(KIT) and name not in used]
+    assert not unused, f"no test uses {sorted(unused)}"
 
 
 def test_every_unit_test_has_its_module() -> None:
