@@ -37,6 +37,7 @@ from pdcore.errors import ConfigError
 #: A configuration file is a page of text; anything larger is another file by mistake.
 MAX_FILE_BYTES: Final = 1 << 20
 ENV_PREFIX: Final = "PDCORE_"
+_TORCH_AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 C = TypeVar("C", bound=attrs.AttrsInstance)
 
@@ -259,6 +260,8 @@ class Environment:
     model: str | None = None
     cache_dir: Path = Path()
     run_dir: Path | None = None
+    #: torch imports vendor backends by itself unless this is off.
+    torch_autoload: bool = True
 
 
 #: variable -> what it does; printed by `pdcore settings`, checked for misspellings.
@@ -295,12 +298,17 @@ def load_environment(env: Mapping[str, str] | None = None) -> Environment:
         model=env.get("PDCORE_MODEL") or None,
         cache_dir=Path(cache),
         run_dir=Path(run_dir) if run_dir else None,
+        torch_autoload=env.get(_TORCH_AUTOLOAD, "1") != "0",
     )
 
 
 def child_environment(num_threads: int | None = None) -> dict[str, str]:
-    """The environment of a process we start: ours, with its thread count (R11)."""
-    env = dict(os.environ)
+    """The environment of a process we start: ours, with its thread count (R11).
+
+    Vendor backends that torch would import by itself are left out unless the user says
+    otherwise: one whose driver is missing breaks ``import torch``.
+    """
+    env = {_TORCH_AUTOLOAD: "0", **os.environ}
     if num_threads is not None:
         env["OMP_NUM_THREADS"] = str(num_threads)
         env["MKL_NUM_THREADS"] = str(num_threads)

@@ -100,7 +100,7 @@ class WorkerConfig:
     """Everything one worker process is told, as JSON on its standard input (never pickle).
 
     ``instance`` is the leader's ``host:port``; ``link_address`` where its dispatcher
-    listens and ``link_token`` (hex) what proves to it that we are its worker;
+    listens (it holds a secret: never log it);
     ``bootstrap`` the ``host:port`` to register with (prefill only, else empty);
     ``cpu_cores`` an empty tuple for "do not pin".
     """
@@ -111,7 +111,6 @@ class WorkerConfig:
     local_rank: int
     world_size: int
     link_address: str
-    link_token: str
     bootstrap: str
     parent_pid: int
     limits: CoreLimits
@@ -158,7 +157,6 @@ def worker_config(
     rank: int,
     local_rank: int,
     link_address: str,
-    link_token: str,
     bootstrap: str,
     parent_pid: int,
     cache_dir: str = "",
@@ -174,7 +172,6 @@ def worker_config(
         local_rank=local_rank,
         world_size=parallel.world_size,
         link_address=link_address,
-        link_token=link_token,
         bootstrap=bootstrap,
         parent_pid=parent_pid,
         limits=config.core_limits,

@@ -25,7 +25,6 @@ def _worker(config: InstanceConfig) -> WorkerConfig:
         rank=0,
         local_rank=0,
         link_address="tcp://127.0.0.1:5000",
-        link_token="00" * 16,
         bootstrap="127.0.0.1:18800",
         parent_pid=1,
     )
