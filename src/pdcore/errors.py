@@ -14,8 +14,13 @@ from pdcore.types import Failure
 #: code -> HTTP status. The only place where the two meet.
 HTTP_STATUS: Final[dict[str, int]] = {
     "invalid_request": 400,
+    "not_found": 404,
+    "model_not_found": 404,
+    "method_not_allowed": 405,
+    "request_timeout": 408,
     "room_in_use": 409,
     "prompt_too_long": 413,
+    "body_too_large": 413,
     "cancelled": 499,
     "overloaded": 429,
     "internal": 500,

@@ -1,0 +1,145 @@
+"""The few things every ASGI endpoint here needs: a bounded body, an answer, the disconnect.
+
+Plain ASGI instead of a framework's Request and Response: the router's hot path pays for each
+of them, and base classes for middleware hide a client's disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from pdcore.errors import InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
+from pdcore.server.pending import Refused
+from pdcore.types import Failure
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+JSON: Final = b"application/json"
+#: Sent with 429 and 503: the states that pass by themselves (D9).
+RETRY_AFTER_S: Final = 1
+#: A client that stops sending its body may not hold its place for ever.
+BODY_TIMEOUT_S: Final = 30.0
+
+_TYPES: Final = {404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+
+
+class ClientGone(PdcoreError):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The body of every error, OpenAI's shape: {"error": {...}}."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+def error_body(why: Failure, param: str | None = None) -> bytes:
+    kind = "invalid_request_error" if why.http_status < 500 else "server_error"
+    kind = _TYPES.get(why.http_status, kind)
+    return msgspec.json.encode({"error": ErrorDetail(why.detail, kind, why.code, param)})
+
+
+def failure_of(error: PdcoreError) -> tuple[Failure, str | None]:
+    """(failure, field) of an error that a request may meet before it is dispatched."""
+    if isinstance(error, Refused):
+        return error.failure, None
+    if isinstance(error, InvalidRequest):
+        return failure("invalid_request", str(error)), error.field
+    if isinstance(error, RoomInUse):
+        return failure("room_in_use", str(error)), "bootstrap_room"
+    if isinstance(error, Overloaded):
+        return failure("overloaded", str(error)), None
+    return failure("internal", str(error)), None
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The request's body. Raises Refused (413 past the limit, 408 for a body that stalls),
+    InvalidRequest for an encoding we do not read, ClientGone."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit_bytes:
+            raise Refused(failure("body_too_large", f"the body exceeds {limit_bytes} bytes"))
+        if name == b"content-encoding" and value.lower() != b"identity":
+            coding = value.decode("latin-1")
+            raise InvalidRequest("content-encoding", f"{coding!r} is not supported: send it plain")
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message["type"] == "http.disconnect":
+        raise ClientGone("client gone")
+    if message.get("more_body"):
+        body = await _read_rest(body, receive, limit_bytes)
+    if len(body) > limit_bytes:
+        raise Refused(failure("body_too_large", f"the body exceeds {limit_bytes} bytes"))
+    return body
+
+
+async def _read_rest(body: bytes, receive: Receive, limit_bytes: int) -> bytes:
+    parts = [body]
+    size = len(body)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while size <= limit_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("client gone")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        why = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise Refused(failure("request_timeout", why)) from None
+    return b"".join(parts)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has closed its connection. Only after the body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond(
+    send: Send, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
+) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(body)),
+                *headers,
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_failure(send: Send, why: Failure, param: str | None = None) -> None:
+    await respond(send, why.http_status, error_body(why, param), retry_headers(why.http_status))
+
+
+def retry_headers(status: int) -> Headers:
+    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if status in (429, 503) else []
+
+
+async def start_stream(send: Send, headers: Headers = ()) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # a proxy in front must not hold tokens back
+                *headers,
+            ],
+        }
+    )
