@@ -1,0 +1,235 @@
+"""Effects into calls: the only place where a core's wishes meet sockets and memory.
+
+Order is kept (habit 3). Messages to one peer of one batch of effects share a frame. A
+transfer that cannot be posted comes back at once as ``HandleEnded`` (quiesced, failed).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from pdcore.background import Background
+from pdcore.control.base import ControlChannel
+from pdcore.control.codec import decode_endpoint, encode_frames
+from pdcore.control.messages import (
+    Aborted,
+    Accepted,
+    Finished,
+    Frame,
+    PeerMessage,
+    Tokens,
+    WorkerMessage,
+)
+from pdcore.errors import CodecError, TransportError, failure
+from pdcore.fsm.effects import (
+    CancelTransfer,
+    Effect,
+    FencePeer,
+    FetchTopology,
+    ForgetPeer,
+    GrantLease,
+    PostTransfer,
+    ReduceVotes,
+    ReleaseLease,
+    ReportAborted,
+    ReportAccepted,
+    ReportFinished,
+    ReportTokens,
+    RevokeLease,
+    SendMessage,
+)
+from pdcore.fsm.events import Event, HandleEnded, LeaseRevoked, PeerLost, TopologyFetched
+from pdcore.scheduler.consensus import Consensus
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.transports.base import (
+    Completion,
+    HandleStatus,
+    PeerDied,
+    PeerSession,
+    RemoteLease,
+    Transport,
+)
+from pdcore.types import Incarnation, PeerRef
+
+log = logging.getLogger(__name__)
+
+#: Process lives remembered as dead and fenced.
+MAX_FENCED: Final = 4096
+
+#: ``fetch(bootstrap)`` -> the answer as an event; runs in a background thread.
+FetchRoute = Callable[[str], TopologyFetched]
+
+
+class Executor:
+    """Carries out effects of one core. Owned by the worker loop's thread."""
+
+    def __init__(
+        self,
+        setup: CoreSetup,
+        transport: Transport,
+        channel: ControlChannel,
+        send: Callable[[WorkerMessage], None],
+        consensus: Consensus,
+        background: Background,
+        fetch_route: FetchRoute,
+    ) -> None:
+        self.setup = setup
+        self.transport = transport
+        self.channel = channel
+        self.send = send
+        self.consensus = consensus
+        self.background = background
+        self.fetch_route = fetch_route
+        self._sessions: dict[Incarnation, PeerSession] = {}
+        #: Transport handle -> core handle, and back.
+        self._handles: dict[int, int] = {}
+        self._posted: dict[int, int] = {}
+        self._fenced: OrderedDict[Incarnation, None] = OrderedDict()
+
+    def execute(self, effects: Iterable[Effect]) -> list[Event]:
+        """Carry out in order; returns the events that are known at once."""
+        frames: dict[PeerRef, list[PeerMessage]] = {}
+        events: list[Event] = []
+        for effect in effects:
+            if isinstance(effect, SendMessage):
+                frames.setdefault(effect.to, []).append(effect.message)
+            elif isinstance(effect, ReduceVotes):
+                events.append(self.consensus.reduce(effect))
+            elif (report := to_leader(effect)) is not None:
+                self.send(report)
+            else:
+                events.extend(self._carry_out(effect))
+        for peer, messages in frames.items():
+            self._send_frames(peer, messages)
+        return events
+
+    def poll(self) -> list[Event]:
+        """What the transport has to tell, as core events."""
+        events: list[Event] = []
+        for event in self.transport.poll():
+            if isinstance(event, Completion):
+                events.extend(self._completed(event))
+            elif isinstance(event, PeerDied):
+                self._sessions.pop(event.incarnation, None)
+                if event.fenced:
+                    self._fenced[event.incarnation] = None
+                    while len(self._fenced) > MAX_FENCED:
+                        self._fenced.popitem(last=False)
+                events.append(PeerLost(event.incarnation, event.fenced, event.detail))
+            # A Notification is a wake-up only: STATUS Done is the completion (rule 5).
+        return events
+
+    # --- inside -------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> list[Event]:
+        match effect:
+            case PostTransfer():
+                return self._post(effect)
+            case CancelTransfer():
+                handle = self._posted.get(effect.handle)
+                if handle is not None:
+                    self.transport.cancel(handle)
+            case GrantLease():
+                self.transport.grant(RemoteLease(effect.lease, effect.ranges))
+            case RevokeLease():
+                if self.transport.revoke(effect.lease):
+                    return [LeaseRevoked(effect.lease)]
+            case ReleaseLease():
+                self.transport.release(effect.lease)
+            case FetchTopology():
+                bootstrap = effect.bootstrap
+                self.background.run(lambda: self.fetch_route(bootstrap))
+            case FencePeer():
+                return self._fence(effect.peer)
+            case ForgetPeer():
+                self.channel.forget(effect.peer.address)
+                self._disconnect(effect.peer.incarnation)
+            case _:
+                raise TypeError(f"no one carries out {type(effect).__name__}")
+        return []
+
+    def _post(self, effect: PostTransfer) -> list[Event]:
+        try:
+            session = self._sessions.get(effect.peer.incarnation)
+            if session is None:
+                session = self._connect(effect)
+            handle = self.transport.submit(
+                session, effect.batches, RemoteLease(effect.lease, effect.ranges)
+            )
+        except TransportError as error:
+            why = failure("transfer_failed", f"{type(error).__name__}: {error}")
+            return [HandleEnded(effect.handle, True, why)]
+        self._handles[handle] = effect.handle
+        self._posted[effect.handle] = handle
+        return []
+
+    def _connect(self, effect: PostTransfer) -> PeerSession:
+        """A session belongs to one incarnation: no reconnect by address (rule 7)."""
+        try:
+            endpoint = decode_endpoint(effect.endpoint)
+        except CodecError as error:
+            raise TransportError(str(error)) from error
+        session = self.transport.connect(endpoint.transport_descriptor)
+        if session.incarnation != effect.peer.incarnation:
+            self.transport.disconnect(session)
+            raise TransportError("the descriptor belongs to another process than its sender")
+        self._sessions[session.incarnation] = session
+        return session
+
+    def _completed(self, event: Completion) -> list[Event]:
+        core_handle = self._handles.get(event.handle)
+        if core_handle is None:
+            return []
+        if event.quiesced:
+            del self._handles[event.handle]
+            self._posted.pop(core_handle, None)
+        why = None
+        if event.status is not HandleStatus.DONE:
+            why = failure("transfer_failed", event.detail or f"the write {event.status.value}")
+        return [HandleEnded(core_handle, event.quiesced, why)]
+
+    def _fence(self, peer: PeerRef) -> list[Event]:
+        """Prefill: destroy the session, its handles end. Decode: only a death that the
+        transport saw and that fences counts; anything else keeps the blocks out."""
+        self._disconnect(peer.incarnation)
+        if peer.incarnation in self._fenced:
+            return [PeerLost(peer.incarnation, True, "its process is gone")]
+        return []
+
+    def _disconnect(self, incarnation: Incarnation) -> None:
+        session = self._sessions.pop(incarnation, None)
+        if session is not None:
+            self.transport.disconnect(session)
+
+    def _send_frames(self, peer: PeerRef, messages: list[PeerMessage]) -> None:
+        me = self.setup.me
+        frame = Frame(me.instance, me.rank, me.incarnation, me.address, peer.incarnation, messages)
+        for data in encode_frames(frame):
+            if not self.channel.send(peer.address, data):
+                log.debug("control channel refused a frame to %s; it is resent", peer.address)
+
+
+def to_leader(effect: Effect) -> WorkerMessage | None:
+    """The message to the leader that this effect is, or None."""
+    match effect:
+        case ReportTokens():
+            logprobs = None if effect.logprobs is None else list(effect.logprobs)
+            return Tokens(effect.key, list(effect.token_ids), logprobs)
+        case ReportAccepted():
+            return Accepted(effect.key)
+        case ReportAborted():
+            return Aborted(effect.key, effect.applied)
+        case ReportFinished():
+            return Finished(
+                effect.key,
+                effect.reason.value,
+                effect.failure,
+                effect.prompt_tokens,
+                effect.completion_tokens,
+                effect.timeline,
+            )
+        case _:
+            return None

@@ -1,0 +1,254 @@
+"""DecodeCore: the decode queues of one rank, without I/O, clock or threads.
+
+A request passes through
+  preallocation queue   receiver in Bootstrapping (``pending``: topology not known) or in
+                        WaitingForInput: waiting for blocks and a metadata slot. Whoever
+                        does not fit is skipped, not waited for (R69, R70);
+  transfer queue        lease published, KV on the way;
+  running               decoding; retracted sequences give up their blocks and come back
+                        by re-prefilling here, into fresh blocks (R72, D8).
+
+Drive it like :class:`pdcore.scheduler.prefill.PrefillCore`. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import attrs
+
+from pdcore.errors import failure
+from pdcore.fsm.effects import Effect, ReportAccepted
+from pdcore.fsm.events import (
+    Event,
+    LeaseRevoked,
+    MessageReceived,
+    PeerLost,
+    StepCompleted,
+    TopologyFetched,
+    VotesReduced,
+)
+from pdcore.fsm.legs import FAILED, LOCALLY_DONE, QUIESCED, READY
+from pdcore.fsm.states import ReceiverState as S
+from pdcore.kv.cache import KVBlocks
+from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
+from pdcore.scheduler.prealloc import Preallocation
+from pdcore.scheduler.queues import finish_reason_of, refusal
+from pdcore.scheduler.running import Running
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.types import Batch, Failure, GenerateRequest, LeaseId, RoomKey
+
+
+@attrs.frozen
+class DecodeSnapshot:
+    """Queue lengths, for metrics and the step log (R73)."""
+
+    pending: int
+    prealloc: int
+    transfer: int
+    draining: int
+    running: int
+    num_ignored: int
+    kv_usage: str
+
+
+class DecodeCore:
+    """See the module. Raises only for the caller's own mistakes."""
+
+    def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
+        self.setup = setup
+        self.blocks = blocks
+        self.rooms = DecodeRooms(setup, blocks)
+        self.inbox = DecodeInbox(self.rooms)
+        self.prealloc = Preallocation(self.rooms)
+        self.running = Running(self.rooms)
+        self._ids = itertools.count(1)
+
+    # --- in -----------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, now: float) -> None:
+        """Queue one request. Raises RoomInUse or Overloaded; a prompt that can never run
+        is refused with its one result."""
+        self.rooms.check_new(request, now)
+        reason = refusal(request, self.setup, self.blocks, new_tokens=1)
+        if reason is None and not request.bootstrap:
+            reason = failure("invalid_request", "bootstrap: the request names no prefill instance")
+        if reason is not None:
+            self.rooms.refuse(request, reason, now)
+            return
+        if request.replaces is not None:
+            gone = failure("cancelled", "replaced by a new attempt")
+            self.abort(RoomKey(request.key.room, request.replaces), gone, now)
+        lease = LeaseId(self.setup.me.incarnation, next(self._ids))
+        record = DecodeRecord(request, lease, next(self._ids), now, self.setup.quarantine_s)
+        self.rooms.add(record)
+        self.rooms.out.append(ReportAccepted(request.key))
+        self.prealloc.add(record, now)
+
+    def abort(
+        self, key: RoomKey, reason: Failure, now: float, *, unless_received: bool = False
+    ) -> bool:
+        """End this dispatch; False when unknown, over, or (``unless_received``) when its KV
+        is here already: then decode decides (architecture, section 10)."""
+        record = self.rooms.records.get(key)
+        if record is None or record.is_reported:
+            return False
+        if record.receiver.state is S.DONE:
+            if unless_received:
+                return False
+            self.running.stop(record, finish_reason_of(reason), reason, now)
+            return True
+        effects = record.receiver.failed_locally(reason)
+        self.rooms.emit(record, effects, now)
+        return effects is not None
+
+    def handle_event(self, event: Event, now: float) -> None:
+        """Feed one event. Total: an event about nothing known is counted, never an error."""
+        match event:
+            case MessageReceived():
+                self.inbox.receive(event, now)
+            case StepCompleted():
+                self.running.complete(event, now)
+            case VotesReduced():
+                for record, outcome in self.rooms.end_tick(event.sequence, event.votes):
+                    self._commit(record, outcome, now)
+            case TopologyFetched():
+                self.prealloc.record(event, now)
+            case PeerLost():
+                self._lose_peer(event, now)
+            case LeaseRevoked():
+                self.inbox.revoke(event, now)
+            case _:
+                self.inbox.num_ignored += 1
+
+    def handle_timeout(self, now: float) -> None:
+        """Deadlines, resends, drains and route retries that are due at ``now``."""
+        for kind, key in self.rooms.timers.pop_due(now):
+            if isinstance(key, str):
+                self.prealloc.resolve(key, now)
+                continue
+            assert isinstance(key, RoomKey)
+            record = self.rooms.records.get(key)
+            if record is None:
+                continue
+            receiver = record.receiver
+            if kind == "deadline":
+                late = failure("deadline_exceeded", f"decode was in {receiver.state.value}")
+                if receiver.state is S.DONE:
+                    self.running.stop(record, finish_reason_of(late), late, now)
+                else:
+                    self.rooms.emit(record, receiver.deadline_expired(late), now)
+            elif kind == "resend":
+                self.rooms.resend(record, now)
+            elif kind == "drain":
+                self.rooms.emit(record, receiver.drain_expired(), now)
+                self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+            else:
+                self.rooms.forget(key)
+
+    def tick(self, now: float) -> None:
+        """Offer admission, then start the vote of this loop iteration."""
+        for incarnation in self.inbox.restarted:
+            self.prealloc.topologies.forget(incarnation)
+        self.inbox.restarted.clear()
+        self.prealloc.offer(self.running.owed())
+        self.rooms.begin_tick()
+
+    # --- out ----------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next batch: re-prefill of retracted sequences first, else decode. Feed
+        ``StepCompleted`` before asking again."""
+        return self.running.schedule(now)
+
+    def poll_effects(self) -> list[Effect]:
+        """Effects since the last call, to be executed in order."""
+        return self.rooms.poll_effects()
+
+    def poll_deadline(self) -> float | None:
+        """When ``handle_timeout`` has something to do, in monotonic seconds."""
+        return self.rooms.timers.next_s
+
+    def live_keys(self) -> list[RoomKey]:
+        """Requests without a result, and rooms that still drain."""
+        return [k for k, r in self.rooms.records.items() if not r.is_over]
+
+    @property
+    def wants_tick(self) -> bool:
+        return self.rooms.wants_tick or self.prealloc.may_offer
+
+    def snapshot(self) -> DecodeSnapshot:
+        states = [record.receiver.state for record in self.rooms.records.values()]
+        return DecodeSnapshot(
+            pending=states.count(S.BOOTSTRAPPING),
+            prealloc=len(self.prealloc.waiting),
+            transfer=states.count(S.TRANSFERRING),
+            draining=states.count(S.DRAINING),
+            running=len(self.running),
+            num_ignored=self.inbox.num_ignored,
+            kv_usage=self.blocks.format_usage(),
+        )
+
+    # --- inside -------------------------------------------------------------------------
+
+    def _lose_peer(self, event: PeerLost, now: float) -> None:
+        """Eviction fails exactly the rooms of that process life (architecture, section 2)."""
+        self.prealloc.topologies.forget(event.incarnation)
+        for record in self.rooms.records_of(event.incarnation):
+            lost = failure("peer_lost", f"a prefill rank is gone: {event.detail}")
+            receiver = record.receiver
+            if event.fenced:
+                self.rooms.emit(record, receiver.writer_fenced(event.incarnation), now)
+            self.rooms.emit(record, receiver.failed_locally(lost), now)
+
+    def _commit(self, record: DecodeRecord, outcome: int, now: float) -> None:
+        """Apply the group's outcome and what follows from the new state, in one tick."""
+        receiver = record.receiver
+        before = receiver.state
+        effects = self._advance(record, outcome, now)
+        if effects is not None:
+            self.rooms.emit(record, effects, now)
+        after = receiver.state
+        if after is not before:
+            self._enter(record, after, now)
+        if after in (S.DONE, S.FAILED) and record.is_reported and not receiver.unanswered():
+            self.rooms.forget(record.key)
+
+    def _advance(self, record: DecodeRecord, outcome: int, now: float) -> Sequence[Effect] | None:
+        """The tick event that an outcome means in the committed state."""
+        receiver = record.receiver
+        match receiver.state:
+            case S.DONE | S.FAILED:
+                return None
+            case S.DRAINING:
+                return receiver.quiesced() if outcome == QUIESCED else None
+            case _ if outcome == FAILED:
+                return receiver.failed()
+            case S.TRANSFERRING:
+                return receiver.completed() if outcome == LOCALLY_DONE else None
+            case S.WAITING_FOR_INPUT if outcome == READY:
+                admission = self.rooms.admit(record, now)
+                return None if admission is None else receiver.advanced(admission)
+            case S.BOOTSTRAPPING if outcome == READY:
+                return receiver.advanced(None)
+            case _:
+                return None
+
+    def _enter(self, record: DecodeRecord, state: S, now: float) -> None:
+        """Move between queues; blocks change hands only here."""
+        key, reason = record.key, record.receiver.failure
+        self.prealloc.leave(key)
+        if state is S.WAITING_FOR_INPUT:
+            self.prealloc.enter(record)
+        elif state is S.DONE:
+            self.running.start(record, self.rooms.accept(record), now)
+        elif state is S.DRAINING:
+            self.rooms.quarantine(record)
+            self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+        elif state is S.FAILED:
+            self.rooms.release(record)
+            self.rooms.timers.disarm("drain", key)
+            self.rooms.timers.arm("linger", key, now + self.setup.limits.linger_s)
+        if state in (S.DRAINING, S.FAILED):
+            self.rooms.report(record, finish_reason_of(reason), reason, now)

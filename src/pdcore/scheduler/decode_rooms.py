@@ -1,0 +1,236 @@
+"""The rooms of a decode rank and the messages that reach them.
+
+:class:`DecodeRooms` holds what a published handshake pins (blocks, metadata slot, lease)
+and gives it back when the receiver is quiet; :class:`DecodeInbox` answers prefill ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdcore.control.codec import pack_block_ids
+from pdcore.control.messages import (
+    CancelAck,
+    Claim,
+    Handshake,
+    Heartbeat,
+    HeartbeatAck,
+    PeerMessage,
+    Refuse,
+    Stale,
+    Status,
+    StatusAck,
+    StatusKind,
+)
+from pdcore.errors import failure
+from pdcore.fsm.effects import Effect, FencePeer, SendMessage
+from pdcore.fsm.events import LeaseRevoked, MessageReceived
+from pdcore.fsm.receiver import Receiver
+from pdcore.fsm.states import ReceiverState
+from pdcore.fsm.targets import Admission, CancelAckFrom, ClaimFrom, StatusFrom
+from pdcore.kv.cache import KVBlocks
+from pdcore.kv.metadata import MetadataRecord, hash_token_ids
+from pdcore.kv.plan import lease_ranges
+from pdcore.kv.slots import MetadataSlot, MetadataSlots
+from pdcore.scheduler.queues import RoomBook, RoomRecord
+from pdcore.scheduler.sequence import Sequence
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
+
+
+class DecodeRecord(RoomRecord):
+    """One (room, attempt) on this decode rank (R68)."""
+
+    __slots__ = ("num_required", "receiver", "seq", "slot")
+
+    def __init__(
+        self, request: GenerateRequest, lease: LeaseId, seq_id: int, now: float, quarantine_s: float
+    ) -> None:
+        super().__init__(request, now)
+        prompt = request.prompt_token_ids
+        self.receiver = Receiver(
+            request.key, lease, len(prompt), hash_token_ids(prompt), quarantine_s
+        )
+        self.seq = Sequence(seq_id, request, self.deadline_s)
+        self.slot: MetadataSlot | None = None
+        #: Handshakes each prefill rank waits for (R58).
+        self.num_required = 1
+
+    @property
+    def entity(self) -> Receiver:
+        return self.receiver
+
+    @property
+    def is_over(self) -> bool:
+        """Reported, and no writer can touch its blocks any more."""
+        state = self.receiver.state
+        return state is ReceiverState.FAILED or (state is ReceiverState.DONE and self.is_reported)
+
+    def __repr__(self) -> str:
+        return f"DecodeRecord({self.receiver!r}, {self.seq!r})"
+
+
+class DecodeRooms(RoomBook[DecodeRecord]):
+    """Rooms plus what a lease pins."""
+
+    def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
+        super().__init__(setup.limits, setup.group_size)
+        self.setup = setup
+        self.blocks = blocks
+        self.slots = MetadataSlots(setup.limits.num_metadata_slots)
+        self._endpoint = setup.endpoint()
+
+    def emit(self, record: DecodeRecord, effects: Iterable[Effect] | None, now: float) -> None:
+        """Queue a receiver's effects; None means the event was ignored."""
+        if effects is None:
+            return
+        self.out.extend(effects)
+        self.touch(record.key)
+        self.arm_resend(record, now)
+
+    def admit(self, record: DecodeRecord, now: float) -> Admission | None:
+        """Take blocks and a slot and write the handshake; None when there is no room now.
+        The vote promised it, so that is a rank that lost its promise, not a failure."""
+        seq, request = record.seq, record.request
+        num_tokens = seq.num_prompt_tokens
+        if not self.slots.available or not self.blocks.allocate_slots(seq.seq_id, num_tokens, 1):
+            return None
+        record.slot = self.slots.alloc()
+        self.blocks.lease(seq.seq_id)
+        published: dict[str, list[int]] = {}
+        for key, size in self.setup.spec.block_sizes.items():
+            # The block of the first generated token is ours alone: not published.
+            needed = -(-num_tokens // size)
+            published[key] = self.blocks.get_block_ids(seq.seq_id)[key][:needed]
+        receiver = record.receiver
+        handshake = Handshake(
+            key=request.key,
+            lease=receiver.lease,
+            endpoint=self._endpoint,
+            blocks={key: pack_block_ids(ids) for key, ids in published.items()},
+            num_cached_tokens=0,
+            num_tokens=num_tokens,
+            ids_hash=receiver.ids_hash,
+            num_required=record.num_required,
+            expires_at_s=request.expires_at_s,
+            remaining_s=max(0.0, record.deadline_s - now),
+        )
+        record.mark("admitted", now)
+        ranges = lease_ranges(self.setup.placement, self.setup.spec, published)
+        return Admission(handshake, ranges)
+
+    def quarantine(self, record: DecodeRecord) -> None:
+        """The client has its answer; writers may still be alive (D3)."""
+        self.blocks.quarantine(record.seq.seq_id)
+        if record.slot is not None:
+            self.slots.quarantine(record.slot)
+
+    def release(self, record: DecodeRecord) -> None:
+        """No writer is left: everything goes back, whatever state it was in."""
+        self.blocks.release(record.seq.seq_id)
+        self.free_slot(record)
+
+    def free_slot(self, record: DecodeRecord) -> None:
+        if record.slot is not None:
+            self.slots.free(record.slot)
+            record.slot = None
+
+    def accept(self, record: DecodeRecord) -> MetadataRecord:
+        """KV is complete: the lease ends well, the record is what prefill reported."""
+        metadata = record.receiver.record
+        assert metadata is not None
+        self.blocks.unlease(record.seq.seq_id)
+        self.free_slot(record)
+        return metadata
+
+    def records_of(self, incarnation: Incarnation) -> list[DecodeRecord]:
+        """Records with a target in that process life."""
+        return [
+            record
+            for record in self.records.values()
+            if any(t.peer.incarnation == incarnation for t in record.receiver.targets.values())
+        ]
+
+
+class DecodeInbox:
+    """Answers prefill ranks. Total: whatever a peer sends, the loop goes on."""
+
+    def __init__(self, rooms: DecodeRooms) -> None:
+        self.rooms = rooms
+        self.me = rooms.setup.me
+        self.num_ignored = 0
+        #: Prefill process lives proved over by STALE: their routes are asked for again.
+        self.restarted: list[Incarnation] = []
+
+    def receive(self, event: MessageReceived, now: float) -> None:
+        peer, message = event.sender, event.message
+        if event.to_incarnation not in (b"", self.me.incarnation):
+            self._answer_stale(peer, event.to_incarnation, message)
+            return
+        match message:
+            case Claim():
+                self._claim(ClaimFrom(peer, message), now)
+            case Status():
+                self._status(StatusFrom(peer, message), now)
+            case CancelAck():
+                record = self.rooms.records.get(message.key)
+                if record is not None:
+                    acked = record.receiver.cancel_acked(CancelAckFrom(peer, message))
+                    self.rooms.emit(record, acked, now)
+            case Stale():
+                self._restarted(peer, message, now)
+            case Heartbeat():
+                self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+            case _:
+                self.num_ignored += 1
+
+    def revoke(self, event: LeaseRevoked, now: float) -> None:
+        for record in list(self.rooms.records.values()):
+            if record.receiver.lease == event.lease:
+                self.rooms.emit(record, record.receiver.lease_revoked(event.lease), now)
+
+    def _claim(self, payload: ClaimFrom, now: float) -> None:
+        """A claim for an unknown or finished room is refused (section 2)."""
+        message = payload.message
+        record = self.rooms.records.get(message.key)
+        if record is None:
+            refuse = Refuse(message.key, message.nonce, "this room is not known here")
+            self.rooms.out.append(SendMessage(payload.peer, refuse))
+            return
+        effects = record.receiver.claim_received(payload)
+        target = record.receiver.targets.get(payload.peer.rank)
+        if target is not None and target.nonce == message.nonce:
+            record.mark("granted", now)
+        self.rooms.emit(record, effects, now)
+
+    def _status(self, payload: StatusFrom, now: float) -> None:
+        message = payload.message
+        record = self.rooms.records.get(message.key)
+        if record is not None:
+            effects = record.receiver.status_received(payload)
+            for stage, seconds in message.timings.items():
+                record.timeline.setdefault(f"prefill_{stage}", seconds)
+            if message.kind is StatusKind.DONE:
+                record.mark("received", now)
+            self.rooms.emit(record, effects, now)
+        elif message.kind is not StatusKind.QUEUED:
+            # Nothing of the room is left here: let the sender stop resending.
+            ack = StatusAck(message.key, message.lease, message.kind)
+            self.rooms.out.append(SendMessage(payload.peer, ack))
+
+    def _restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
+        """The prefill rank lives in another process: its old life will not answer. Proof
+        of death, not of quiescence: ask the transport to fence it (rule 2)."""
+        self.restarted.append(message.addressed)
+        record = self.rooms.records.get(message.key)
+        if record is None:
+            return
+        lost = failure("peer_lost", f"prefill {peer.instance} rank {peer.rank} restarted")
+        self.rooms.emit(record, record.receiver.failed_locally(lost), now)
+        former = PeerRef(peer.instance, peer.rank, message.addressed, peer.address)
+        self.rooms.out.append(FencePeer(former))
+
+    def _answer_stale(self, peer: PeerRef, addressed: Incarnation, message: PeerMessage) -> None:
+        self.num_ignored += 1
+        if isinstance(message, Claim | Status):
+            self.rooms.out.append(SendMessage(peer, Stale(message.key, addressed)))

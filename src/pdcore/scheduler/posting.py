@@ -1,0 +1,67 @@
+"""From "post these tokens of this request" to descriptors: where plans meet lifecycles.
+
+The sender says which tokens; this module knows the block ids of both sides and turns them
+into write batches and the byte ranges that the lease allows. Blocks are position-aligned
+on both sides, so a token range is the same slice of both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pdcore.control.codec import unpack_block_ids
+from pdcore.control.messages import Handshake
+from pdcore.errors import PdcoreError
+from pdcore.fsm.effects import PostTransfer
+from pdcore.kv.plan import lease_ranges, plan_blocks
+from pdcore.scheduler.setup import CoreSetup, Destination
+
+
+class PlanError(PdcoreError):
+    """This transfer cannot be planned: the two sides' blocks do not match."""
+
+
+def fill_transfer(
+    effect: PostTransfer,
+    setup: CoreSetup,
+    destination: Destination,
+    handshake: Handshake,
+    source_blocks: Mapping[str, list[int]],
+) -> PostTransfer:
+    """The effect with batches and ranges. Raises PlanError when they cannot be made."""
+    target_blocks = {key: unpack_block_ids(data) for key, data in handshake.blocks.items()}
+    if target_blocks.keys() != source_blocks.keys():
+        raise PlanError(
+            f"manager keys differ: prefill has {sorted(source_blocks)}, "
+            f"decode sent {sorted(target_blocks)}"
+        )
+    sizes = setup.spec.block_sizes
+    end = effect.start_token + effect.num_tokens
+    source: dict[str, list[int]] = {}
+    target: dict[str, list[int]] = {}
+    for key, size in sizes.items():
+        part = slice(effect.start_token // size, -(-end // size))
+        source[key] = list(source_blocks[key][part])
+        target[key] = target_blocks[key][part]
+        if len(source[key]) != len(target[key]):
+            raise PlanError(
+                f"{key}: tokens {effect.start_token}..{end} need {len(source[key])} blocks, "
+                f"decode leased {len(target[key])}"
+            )
+    try:
+        batches = plan_blocks(
+            setup.spec,
+            setup.placement,
+            source,
+            destination.spec,
+            destination.placement,
+            target,
+        )
+        ranges = lease_ranges(destination.placement, destination.spec, target_blocks)
+    except (PdcoreError, ValueError) as error:
+        raise PlanError(str(error)) from error
+    return msgspec.structs.replace(
+        effect, endpoint=handshake.endpoint, batches=batches, ranges=ranges
+    )

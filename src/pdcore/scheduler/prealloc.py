@@ -1,0 +1,123 @@
+"""The preallocation queue of decode: rooms without a route, and rooms without blocks (R69).
+
+``pending`` rooms wait for the route of their prefill instance, fetched once per address for
+all of them; ``waiting`` rooms are mapped and wait for blocks and a metadata slot. Nobody
+who does not fit blocks those behind (no head-of-line blocking).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from pdcore.errors import failure
+from pdcore.fsm.effects import FetchTopology
+from pdcore.fsm.events import TopologyFetched
+from pdcore.scheduler.admission import AdmissionLine
+from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
+from pdcore.scheduler.topologies import Topologies, TopologyEntry
+from pdcore.types import Failure, RoomKey
+
+
+class Preallocation:
+    """See the module."""
+
+    def __init__(self, rooms: DecodeRooms) -> None:
+        self.rooms = rooms
+        self.limits = rooms.limits
+        self.topologies = Topologies(rooms.setup)
+        #: bootstrap address -> rooms that wait for its route.
+        self.pending: dict[str, dict[RoomKey, None]] = {}
+        #: Mapped, in order of arrival.
+        self.waiting: OrderedDict[RoomKey, DecodeRecord] = OrderedDict()
+        self.line: AdmissionLine[RoomKey] = AdmissionLine()
+        self._offered: tuple[int, ...] = ()
+
+    def add(self, record: DecodeRecord, now: float) -> None:
+        bootstrap = record.request.bootstrap
+        self.pending.setdefault(bootstrap, {})[record.key] = None
+        self.resolve(bootstrap, now)
+
+    def record(self, event: TopologyFetched, now: float) -> None:
+        self.topologies.record(event.bootstrap, event.route, event.failure, now)
+        self.resolve(event.bootstrap, now)
+
+    def resolve(self, bootstrap: str, now: float) -> None:
+        """Move pending rooms of this address on, as far as its route is known."""
+        pending = self.pending.get(bootstrap)
+        if not pending:
+            self.pending.pop(bootstrap, None)
+            return
+        entry = self.topologies.lookup(bootstrap, now)
+        for key in list(pending):
+            record = self.rooms.records.get(key)
+            if record is None or self._map(record, entry, now):
+                del pending[key]
+        if not pending:
+            del self.pending[bootstrap]
+        elif self.topologies.needs_fetch(bootstrap, now):
+            self.rooms.out.append(FetchTopology(bootstrap))
+        elif not entry.is_fetching:
+            self.rooms.timers.arm("topology", bootstrap, now + self.limits.topology_retry_s)
+
+    def _map(self, record: DecodeRecord, entry: TopologyEntry, now: float) -> bool:
+        """True when this room no longer waits for the route."""
+        receiver, request = record.receiver, record.request
+        reason = receiver.failure or entry.refusal
+        if reason is None and entry.route is None:
+            if now - record.accepted_s < self.limits.topology_ttl_s:
+                return False
+            reason = entry.problem or failure("unreachable", "the prefill route did not come")
+        elif reason is None and entry.route is not None:
+            targets = self.topologies.targets(entry.route, request.prefill_dp_rank)
+            if request.prefill and entry.route.instance != request.prefill:
+                reason = failure(
+                    "incompatible",
+                    f"{request.bootstrap} serves {entry.route.instance}, the request names "
+                    f"{request.prefill}",
+                )
+            elif isinstance(targets, Failure):
+                reason = targets
+            else:
+                peers, record.num_required = targets
+                record.mark("mapped", now)
+                self.rooms.emit(record, receiver.topology_mapped(peers), now)
+                return True
+        if reason is not None:
+            self.rooms.emit(record, receiver.failed_locally(reason), now)
+        return True
+
+    def enter(self, record: DecodeRecord) -> None:
+        """Mapped: join the end of the admission line."""
+        self.waiting[record.key] = record
+        seq = record.seq
+        self.line.add(record.key, self.rooms.blocks.need(seq.seq_id, seq.num_prompt_tokens, 1))
+
+    def leave(self, key: RoomKey) -> None:
+        """Admitted, failed or gone; idempotent."""
+        self.waiting.pop(key, None)
+        self.line.discard(key)
+
+    @property
+    def may_offer(self) -> bool:
+        """Somebody waits and what is free has changed since the last offer."""
+        return bool(self.waiting) and self._offered != self._free()
+
+    def offer(self, owed: Iterable[Mapping[str, int]]) -> None:
+        """Vote for who fits now: the earlier first, nobody blocking those behind. ``owed``
+        is kept for retracted sequences, which come before newcomers."""
+        if not self.waiting:
+            return
+        self._offered = self._free()
+        budget = self.rooms.blocks.budget(self.limits.num_reserved_decode_tokens)
+        for need in owed:
+            budget.earmark(need)
+        chosen = set(self.line.offer(budget, self.rooms.slots.available))
+        for key, record in self.waiting.items():
+            record.receiver.wants_admission = key in chosen
+        for key in chosen:
+            self.rooms.touch(key)
+
+    def _free(self) -> tuple[int, ...]:
+        rooms = self.rooms
+        return (len(self.waiting), rooms.slots.available, *rooms.blocks.num_free.values())

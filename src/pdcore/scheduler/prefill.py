@@ -1,0 +1,279 @@
+"""PrefillCore: the prefill queues of one rank, without I/O, clock or threads.
+
+A request passes through three queues, each a view of the rooms by what they wait for:
+  bootstrap queue   sender in Bootstrapping: waiting for the handshakes of decode;
+  waiting queue     sender bound to destinations, tokens left to compute (FIFO, R87);
+  in-flight queue   all computed: waiting for grants, writes or quiescence. KV blocks go
+                    back only when the sender is terminal on all ranks of the group (D4).
+
+Drive it: ``submit``/``abort``/``handle_event``/``handle_timeout`` in, ``schedule`` for the
+next batch, ``tick`` once per loop, ``poll_effects`` out, ``poll_deadline`` for how long to
+sleep. Not thread-safe: one thread owns a core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+
+import attrs
+
+from pdcore.errors import EngineError, failure
+from pdcore.fsm.effects import Effect, ReportAccepted
+from pdcore.fsm.events import (
+    Event,
+    HandleEnded,
+    MessageReceived,
+    PeerLost,
+    StepCompleted,
+    VotesReduced,
+)
+from pdcore.fsm.legs import FAILED, LOCALLY_DONE, QUIESCED, READY, FirstToken, KvReady
+from pdcore.fsm.sender import Sender
+from pdcore.fsm.states import SenderState as S
+from pdcore.kv.cache import KVBlocks
+from pdcore.scheduler.batch import (
+    PrefillChunk,
+    build_prefill_batch,
+    commit_prefill,
+    select_prefill,
+)
+from pdcore.scheduler.prefill_rooms import PrefillInbox, PrefillRecord, PrefillRooms
+from pdcore.scheduler.queues import finish_reason_of, refusal
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.types import Batch, Failure, FinishReason, GenerateRequest, RoomKey
+
+
+@attrs.frozen
+class PrefillSnapshot:
+    """Queue lengths, for metrics and the step log (R67)."""
+
+    bootstrap: int
+    waiting: int
+    inflight: int
+    draining: int
+    num_ignored: int
+    kv_usage: str
+
+
+class PrefillCore:
+    """See the module. Raises only for the caller's own mistakes."""
+
+    def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
+        self.setup = setup
+        self.blocks = blocks
+        self.rooms = PrefillRooms(setup, blocks)
+        self.inbox = PrefillInbox(self.rooms)
+        #: Bound to destinations, tokens left to compute; FIFO.
+        self.waiting: OrderedDict[RoomKey, PrefillRecord] = OrderedDict()
+        self._ids = itertools.count(1)
+        self._batch: tuple[Batch, list[PrefillChunk]] | None = None
+        # Early sends end on a block boundary, and only where no block is recycled while
+        # a write may still read it (sliding windows send once, at the end).
+        windows = any(e.sliding_window is not None for e in setup.spec.entries)
+        self._align = 0 if windows else math.lcm(*setup.spec.block_sizes.values())
+
+    # --- in -----------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, now: float) -> None:
+        """Queue one request. Raises RoomInUse or Overloaded; a prompt that can never run
+        is refused with its one result, and a handshake for it is told so (D11, R66)."""
+        self.rooms.check_new(request, now)
+        reason = refusal(request, self.setup, self.blocks, new_tokens=0)
+        if reason is not None:
+            self.rooms.refuse(request, reason, now)
+            self.inbox.answer_parked(request.key, now)
+            return
+        if request.replaces is not None:
+            gone = failure("cancelled", "replaced by a new attempt")
+            self.abort(RoomKey(request.key.room, request.replaces), gone, now)
+        sender = Sender(request.key, self.setup.me.incarnation, self._ids)
+        self.rooms.add(PrefillRecord(request, sender, next(self._ids), now))
+        self.rooms.out.append(ReportAccepted(request.key))
+        self.inbox.answer_parked(request.key, now)
+
+    def abort(
+        self, key: RoomKey, reason: Failure, now: float, *, unless_received: bool = False
+    ) -> bool:
+        """End this dispatch; False when it is unknown or already over. Prefill never
+        receives KV, so ``unless_received`` changes nothing here."""
+        record = self.rooms.records.get(key)
+        if record is None:
+            return False
+        effects = record.sender.failed_locally(reason)
+        self.rooms.emit(record, effects, now)
+        return effects is not None
+
+    def handle_event(self, event: Event, now: float) -> None:
+        """Feed one event. Total: an event about nothing known is counted, never an error."""
+        match event:
+            case MessageReceived():
+                self.inbox.receive(event, now)
+            case HandleEnded():
+                self.rooms.end_handle(event, now)
+            case StepCompleted():
+                self._complete_step(event, now)
+            case VotesReduced():
+                for record, outcome in self.rooms.end_tick(event.sequence, event.votes):
+                    self._commit(record, outcome, now)
+            case PeerLost():
+                for record in self.rooms.records_of(event.incarnation):
+                    self.abort(record.key, failure("peer_lost", event.detail), now)
+            case _:
+                self.inbox.num_ignored += 1
+
+    def handle_timeout(self, now: float) -> None:
+        """Deadlines, resends and drains that are due at ``now``."""
+        for kind, key in self.rooms.timers.pop_due(now):
+            assert isinstance(key, RoomKey)
+            record = self.rooms.records.get(key)
+            if record is None:
+                continue
+            sender = record.sender
+            if kind == "deadline":
+                late = failure("deadline_exceeded", f"prefill was in {sender.state.value}")
+                self.rooms.emit(record, sender.deadline_expired(late), now)
+            elif kind == "resend":
+                self.rooms.resend(record, now)
+            elif kind == "drain":
+                self.rooms.emit(record, sender.drain_expired(), now)
+                self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+            else:
+                self.rooms.forget(key)
+
+    def tick(self, now: float) -> None:
+        """Start the vote of this loop iteration (architecture, section 9)."""
+        self.rooms.begin_tick()
+
+    # --- out ----------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next prefill batch, or None. Feed ``StepCompleted`` before asking again."""
+        if self._batch is not None or not self.waiting:
+            return None
+        limits = self.setup.limits
+        chunks = select_prefill(
+            (record.seq for record in self.waiting.values()),
+            self.blocks,
+            limits.prefill_chunk_tokens,
+            limits.max_running,
+            align=self._align or 1,
+        )
+        if not chunks:
+            return None
+        batch = build_prefill_batch(next(self._ids), chunks, self.blocks)
+        self._batch = (batch, chunks)
+        for chunk in chunks:
+            record = self.rooms.records[chunk.seq.key]
+            record.mark("prefill_start", now)
+            record.sender.compute_started()
+        return batch
+
+    def poll_effects(self) -> list[Effect]:
+        """Effects since the last call, to be executed in order."""
+        return self.rooms.poll_effects()
+
+    def poll_deadline(self) -> float | None:
+        """When ``handle_timeout`` has something to do, in monotonic seconds."""
+        return self.rooms.timers.next_s
+
+    def live_keys(self) -> list[RoomKey]:
+        """Requests without a result, and rooms that still drain."""
+        return [k for k, r in self.rooms.records.items() if not r.is_over]
+
+    @property
+    def wants_tick(self) -> bool:
+        return self.rooms.wants_tick
+
+    def snapshot(self) -> PrefillSnapshot:
+        states = [record.sender.state for record in self.rooms.records.values()]
+        return PrefillSnapshot(
+            bootstrap=states.count(S.BOOTSTRAPPING),
+            waiting=len(self.waiting),
+            inflight=states.count(S.TRANSFERRING),
+            draining=states.count(S.DRAINING),
+            num_ignored=self.inbox.num_ignored,
+            kv_usage=self.blocks.format_usage(),
+        )
+
+    # --- inside -------------------------------------------------------------------------
+
+    def _complete_step(self, event: StepCompleted, now: float) -> None:
+        if self._batch is None or self._batch[0].batch_id != event.batch_id:
+            self.inbox.num_ignored += 1
+            return
+        (_, chunks), self._batch = self._batch, None
+        reason, output = event.failure, event.output
+        if output is not None:
+            try:
+                commit_prefill(chunks, output, self.setup.eos_token_ids, self.setup.max_model_len)
+            except EngineError as error:
+                reason = failure("internal", str(error))
+        elif reason is None:
+            reason = failure("internal", "the engine returned nothing for a prefill step")
+        for chunk in chunks:
+            record = self.rooms.records.get(chunk.seq.key)
+            if record is not None:
+                if reason is None:
+                    ready = _ready(record, chunk, self._align, now)
+                else:
+                    ready = KvReady(0, failure=reason)
+                if chunk.is_last:
+                    self.waiting.pop(record.key, None)
+                self.rooms.emit(record, record.sender.compute_ended(ready), now)
+
+    def _commit(self, record: PrefillRecord, outcome: int, now: float) -> None:
+        """Apply the group's outcome and what follows from the new state, in one tick."""
+        sender, key = record.sender, record.key
+        before = sender.state
+        if before in (S.DONE, S.FAILED):
+            effects = None
+        elif before is S.DRAINING:
+            effects = sender.quiesced() if outcome == QUIESCED else None
+        elif outcome == FAILED:
+            effects = sender.failed()
+        elif before is S.TRANSFERRING:
+            effects = sender.completed() if outcome == LOCALLY_DONE else None
+        else:
+            effects = sender.advanced() if outcome == READY else None
+        if effects is not None:
+            self.rooms.emit(record, effects, now)
+        after = sender.state
+        if after is S.WAITING_FOR_INPUT and before is S.BOOTSTRAPPING:
+            self.waiting[key] = record
+        if after in (S.DRAINING, S.FAILED) and before is not after:
+            self.waiting.pop(key, None)
+            self.rooms.report(record, finish_reason_of(sender.failure), sender.failure, now)
+        if after is S.DRAINING and before is not S.DRAINING:
+            self.blocks.quarantine(record.seq.seq_id)
+            self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+        if after in (S.DONE, S.FAILED):
+            if before is not after:
+                self.blocks.release(record.seq.seq_id)
+                self.rooms.timers.disarm("drain", key)
+                self.rooms.timers.arm("linger", key, now + self.setup.limits.linger_s)
+                if after is S.DONE:
+                    self.rooms.report(record, FinishReason.STOP, None, now)
+            if not sender.unanswered():
+                self.rooms.forget(key)
+
+
+def _ready(record: PrefillRecord, chunk: PrefillChunk, align: int, now: float) -> KvReady:
+    """What a finished chunk makes sendable."""
+    end = chunk.start + chunk.num_tokens
+    if not chunk.is_last:
+        return KvReady(end // align * align if align else 0)
+    record.mark("prefill_end", now)
+    line, seq = record.timeline, record.seq
+    token = FirstToken(
+        output_token_id=seq.output_token_ids[-1],
+        logprob=seq.output_logprobs[-1],
+        num_tokens=seq.num_prompt_tokens,
+        ids_hash=record.ids_hash,
+        timings={
+            "queue": line["prefill_start"],
+            "prefill": line["prefill_end"] - line["prefill_start"],
+        },
+    )
+    return KvReady(seq.num_prompt_tokens, token)

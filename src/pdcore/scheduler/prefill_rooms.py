@@ -1,0 +1,290 @@
+"""The rooms of a prefill rank and the messages that reach them.
+
+:class:`PrefillRooms` turns what senders emit into executable effects (descriptors filled
+in, handles tracked, resends armed); :class:`PrefillInbox` answers the peers. A message for
+an unknown or finished room changes no lifecycle; a handshake that comes before its request
+is parked, bounded and expiring; a cancel for an unknown room is acknowledged, because no
+entity that could write holds its nonces (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+from pdcore.control.messages import (
+    Cancel,
+    CancelAck,
+    Grant,
+    Handshake,
+    Heartbeat,
+    HeartbeatAck,
+    PeerMessage,
+    Refuse,
+    Stale,
+    Status,
+    StatusAck,
+    StatusKind,
+)
+from pdcore.errors import CodecError, IncompatibleError, failure
+from pdcore.fsm.effects import Effect, PostTransfer, SendMessage
+from pdcore.fsm.events import HandleEnded, MessageReceived
+from pdcore.fsm.legs import CancelFrom, HandshakeFrom
+from pdcore.fsm.sender import Sender
+from pdcore.fsm.states import SenderState
+from pdcore.kv.cache import KVBlocks
+from pdcore.kv.metadata import hash_token_ids
+from pdcore.scheduler.posting import PlanError, fill_transfer
+from pdcore.scheduler.queues import ExpiringTable, RoomBook, RoomRecord
+from pdcore.scheduler.sequence import Sequence
+from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
+from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, RoomKey
+
+#: Decoded endpoints kept; one per decode rank and life, so small.
+MAX_DESTINATIONS: Final = 1024
+
+
+class PrefillRecord(RoomRecord):
+    """One (room, attempt) on this prefill rank."""
+
+    __slots__ = ("ids_hash", "sender", "seq")
+
+    def __init__(self, request: GenerateRequest, sender: Sender, seq_id: int, now: float) -> None:
+        super().__init__(request, now)
+        self.sender = sender
+        self.seq = Sequence(seq_id, request, self.deadline_s)
+        self.ids_hash = hash_token_ids(request.prompt_token_ids)
+
+    @property
+    def entity(self) -> Sender:
+        return self.sender
+
+    @property
+    def is_over(self) -> bool:
+        """Reported, and nothing of it can touch blocks any more."""
+        return self.sender.state in (SenderState.DONE, SenderState.FAILED)
+
+    def __repr__(self) -> str:
+        return f"PrefillRecord({self.sender!r}, {self.seq!r})"
+
+
+class PrefillRooms(RoomBook[PrefillRecord]):
+    """Rooms plus what sending needs: destinations, live handles, block tables."""
+
+    def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
+        super().__init__(setup.limits, setup.group_size)
+        self.setup = setup
+        self.blocks = blocks
+        self._handles: dict[int, RoomKey] = {}
+        self._destinations: OrderedDict[Incarnation, tuple[bytes, Destination]] = OrderedDict()
+
+    def destination(self, peer: PeerRef, endpoint: bytes) -> Destination:
+        """Decoded once per process life. Raises CodecError or IncompatibleError."""
+        known = self._destinations.get(peer.incarnation)
+        if known is not None and known[0] == endpoint:
+            return known[1]
+        decoded = read_endpoint(self.setup, endpoint)
+        self._destinations[peer.incarnation] = (endpoint, decoded)
+        while len(self._destinations) > MAX_DESTINATIONS:
+            self._destinations.popitem(last=False)
+        return decoded
+
+    def emit(self, record: PrefillRecord, effects: Iterable[Effect] | None, now: float) -> None:
+        """Queue a sender's effects; None means the event was ignored."""
+        if effects is None:
+            return
+        for effect in effects:
+            if isinstance(effect, PostTransfer):
+                self._post(record, effect, now)
+            else:
+                self.out.append(effect)
+        self.touch(record.key)
+        self.arm_resend(record, now)
+
+    def end_handle(self, event: HandleEnded, now: float) -> None:
+        """From the shell, for every handle ever posted; repeats are ignored."""
+        key = self._handles.get(event.handle)
+        if key is None:
+            return
+        if event.quiesced:
+            del self._handles[event.handle]
+        record = self.records.get(key)
+        if record is not None:
+            record.mark("transfer_end", now)
+            self.emit(record, record.sender.handle_ended(event), now)
+
+    def records_of(self, incarnation: Incarnation) -> list[PrefillRecord]:
+        """Records with a leg to that process life."""
+        return [
+            record
+            for record in self.records.values()
+            if any(leg.peer.incarnation == incarnation for leg in record.sender.legs.values())
+        ]
+
+    def _post(self, record: PrefillRecord, effect: PostTransfer, now: float) -> None:
+        """Live from here on, executed or not (section 3)."""
+        self._handles[effect.handle] = record.key
+        handshake = record.sender.legs[effect.peer.rank].handshake
+        try:
+            destination = self.destination(effect.peer, handshake.endpoint)
+            filled = fill_transfer(
+                effect,
+                self.setup,
+                destination,
+                handshake,
+                self.blocks.get_block_ids(record.seq.seq_id),
+            )
+        except (PlanError, CodecError, IncompatibleError) as error:
+            reason = failure("transfer_failed", f"the transfer cannot be planned: {error}")
+            self.end_handle(HandleEnded(effect.handle, True, reason), now)
+            return
+        self.blocks.lease(record.seq.seq_id)
+        record.mark("transfer_start", now)
+        self.out.append(filled)
+
+
+class PrefillInbox:
+    """Answers decode ranks. Total: whatever a peer sends, the loop goes on."""
+
+    def __init__(self, rooms: PrefillRooms) -> None:
+        self.rooms = rooms
+        self.me = rooms.setup.me
+        limits = rooms.limits
+        self.parked: ExpiringTable[tuple[HandshakeFrom, ...]] = ExpiringTable(
+            limits.parked_handshake_cap, limits.parked_handshake_ttl_s
+        )
+        #: Messages that changed nothing: stale, unknown room, wrong direction.
+        self.num_ignored = 0
+
+    def receive(self, event: MessageReceived, now: float) -> None:
+        peer, message = event.sender, event.message
+        if event.to_incarnation not in (b"", self.me.incarnation):
+            self._answer_stale(peer, event.to_incarnation, message)
+            return
+        match message:
+            case Handshake():
+                self._handshake(HandshakeFrom(peer, message), now)
+            case Cancel():
+                self._cancel(CancelFrom(peer, message), now)
+            case Grant():
+                self._to_sender(message.key, now, "grant", message)
+            case Refuse():
+                self._to_sender(message.key, now, "refuse", message)
+            case StatusAck():
+                record = self.rooms.records.get(message.key)
+                if record is not None:
+                    self.rooms.emit(record, record.sender.status_acked(peer.rank), now)
+            case Heartbeat():
+                self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+            case Stale():
+                # Decode restarted: nobody will ever grant or acknowledge this again.
+                self._peer_restarted(peer, message, now)
+            case _:
+                self.num_ignored += 1
+
+    def answer_parked(self, key: RoomKey, now: float) -> None:
+        """The request of an early handshake has arrived (or was refused)."""
+        for handshake in self.parked.pop(key, now) or ():
+            self._handshake(handshake, now)
+
+    # --- per message --------------------------------------------------------------------
+
+    def _handshake(self, payload: HandshakeFrom, now: float) -> None:
+        key = payload.message.key
+        record = self.rooms.records.get(key)
+        if record is None:
+            tombstone = self.rooms.tombstones.get(key, now)
+            if tombstone is None:
+                early = self.parked.get(key, now) or ()
+                others = tuple(h for h in early if h.peer.rank != payload.peer.rank)
+                self.parked.put(key, (*others, payload), now)
+                self._status(payload, StatusKind.QUEUED, None)
+            elif tombstone.failure is not None:
+                self._status(payload, StatusKind.REJECTED, tombstone.failure)
+            return
+        if payload.message.is_dummy:
+            self._status(payload, StatusKind.DUMMY, None)
+            return
+        problem = self._problem(record, payload)
+        if problem is not None:
+            self._status(payload, StatusKind.REJECTED, problem)
+            if problem.code == "incompatible":
+                self.rooms.emit(record, record.sender.failed_locally(problem), now)
+            return
+        self.rooms.emit(record, record.sender.handshake_received(payload), now)
+
+    def _problem(self, record: PrefillRecord, payload: HandshakeFrom) -> Failure | None:
+        """Why this handshake cannot be served, or None (D14, D19, section 2)."""
+        expected = record.request.decode
+        message = payload.message
+        if expected and payload.peer.instance != expected:
+            return failure(
+                "handshake_rejected",
+                f"the request names decode instance {expected}, not {payload.peer.instance}",
+            )
+        if (message.num_tokens, message.ids_hash) != (
+            record.seq.num_prompt_tokens,
+            record.ids_hash,
+        ):
+            return failure(
+                "incompatible",
+                f"prefill has {record.seq.num_prompt_tokens} prompt tokens, decode "
+                f"{message.num_tokens}, or their ids differ: use one tokenizer on both",
+            )
+        try:
+            self.rooms.destination(payload.peer, message.endpoint)
+        except (CodecError, IncompatibleError) as error:
+            return failure("incompatible", str(error))
+        return None
+
+    def _cancel(self, payload: CancelFrom, now: float) -> None:
+        """Nonces of other incarnations are STALE, never acknowledged (rule 2)."""
+        message = payload.message
+        foreign = [n for n in message.nonces if n.incarnation != self.me.incarnation]
+        for nonce in foreign:
+            stale = Stale(message.key, nonce.incarnation)
+            self.rooms.out.append(SendMessage(payload.peer, stale))
+        record = self.rooms.records.get(message.key)
+        if record is not None:
+            self.rooms.emit(record, record.sender.cancel_received(payload), now)
+            return
+        self.parked.pop(message.key, now)
+        own: list[Nonce | None] = [n for n in message.nonces if n not in foreign]
+        for held in own or [None]:
+            ack = CancelAck(message.key, message.lease, held)
+            self.rooms.out.append(SendMessage(payload.peer, ack))
+
+    def _to_sender(self, key: RoomKey, now: float, what: str, message: Grant | Refuse) -> None:
+        record = self.rooms.records.get(key)
+        if record is None or message.nonce.incarnation != self.me.incarnation:
+            self.num_ignored += 1
+            return
+        sender = record.sender
+        event = sender.claim_granted if what == "grant" else sender.claim_refused
+        if what == "grant":
+            record.mark("granted", now)
+        self.rooms.emit(record, event(message.nonce), now)
+
+    def _peer_restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
+        record = self.rooms.records.get(message.key)
+        if record is None:
+            self.num_ignored += 1
+            return
+        restarted = failure("peer_lost", f"decode {peer.instance} rank {peer.rank} restarted")
+        self.rooms.emit(record, record.sender.failed_locally(restarted), now)
+        for leg in record.sender.legs.values():
+            if leg.peer.incarnation == message.addressed:
+                self.rooms.emit(record, record.sender.status_acked(leg.peer.rank), now)
+
+    def _answer_stale(self, peer: PeerRef, addressed: Incarnation, message: PeerMessage) -> None:
+        """Proves our restart, nothing else. Answers are never answered."""
+        self.num_ignored += 1
+        if isinstance(message, Handshake | Cancel):
+            self.rooms.out.append(SendMessage(peer, Stale(message.key, addressed)))
+
+    def _status(self, payload: HandshakeFrom, kind: StatusKind, reason: Failure | None) -> None:
+        message = payload.message
+        self.rooms.out.append(
+            SendMessage(payload.peer, Status(message.key, message.lease, kind, failure=reason))
+        )

@@ -1,0 +1,339 @@
+"""What both cores keep: rooms with their timers, the vote vector, bounded tables.
+
+A *room record* is one (room, attempt) on this rank: its entity (sender or receiver), its
+sequence, its deadlines. :class:`RoomBook` owns the records and the effects they emit; the
+queues of a core (bootstrap, waiting, in-flight; preallocation, transfer, running) are
+ordered views of them. Nothing here knows which half of a request it serves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from pdcore.config import CoreLimits
+from pdcore.errors import Overloaded, RoomInUse, failure
+from pdcore.fsm.effects import Effect, ReduceVotes, ReportFinished
+from pdcore.kv.cache import KVBlocks
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.types import Failure, FinishReason, GenerateRequest, RoomKey
+
+V = TypeVar("V")
+
+
+class VotingEntity(Protocol):
+    """What a record's lifecycle entity must answer."""
+
+    def vote(self) -> int: ...
+
+    def unanswered(self) -> Sequence[Effect]: ...
+
+
+class Timers:
+    """Named deadlines per room; re-arming replaces, disarming is lazy (a heap)."""
+
+    __slots__ = ("_armed", "_heap")
+
+    def __init__(self) -> None:
+        self._armed: dict[tuple[str, object], float] = {}
+        self._heap: list[tuple[float, int, str, object]] = []
+
+    def arm(self, kind: str, key: object, at_s: float) -> None:
+        self._armed[(kind, key)] = at_s
+        # id() breaks ties between keys that cannot be ordered.
+        heapq.heappush(self._heap, (at_s, id(key), kind, key))
+
+    def is_armed(self, kind: str, key: object) -> bool:
+        return (kind, key) in self._armed
+
+    def disarm(self, kind: str, key: object) -> None:
+        self._armed.pop((kind, key), None)
+
+    @property
+    def next_s(self) -> float | None:
+        heap = self._heap
+        while heap and self._armed.get((heap[0][2], heap[0][3])) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop_due(self, now: float) -> Iterator[tuple[str, object]]:
+        """Every timer due at ``now``, in order; timers armed meanwhile for later stay."""
+        while (at_s := self.next_s) is not None and at_s <= now:
+            _, _, kind, key = heapq.heappop(self._heap)
+            del self._armed[(kind, key)]
+            yield kind, key
+
+    def __len__(self) -> int:
+        return len(self._armed)
+
+
+class ExpiringTable(Generic[V]):
+    """Bounded and expiring: what is only remembered as a courtesy (D6). Safety never
+    depends on an entry still being here."""
+
+    __slots__ = ("_cap", "_entries", "_ttl_s", "num_evicted")
+
+    def __init__(self, cap: int, ttl_s: float) -> None:
+        self._cap = cap
+        self._ttl_s = ttl_s
+        self._entries: OrderedDict[object, tuple[float, V]] = OrderedDict()
+        self.num_evicted = 0
+
+    def put(self, key: object, value: V, now: float) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (now + self._ttl_s, value)
+        self._sweep(now)
+        while len(self._entries) > self._cap:
+            self._entries.popitem(last=False)
+            self.num_evicted += 1
+
+    def get(self, key: object, now: float) -> V | None:
+        entry = self._entries.get(key)
+        return entry[1] if entry is not None and entry[0] > now else None
+
+    def pop(self, key: object, now: float) -> V | None:
+        value = self.get(key, now)
+        self._entries.pop(key, None)
+        return value
+
+    def _sweep(self, now: float) -> None:
+        # One TTL for all: the oldest entry expires first.
+        while self._entries:
+            key, (expires_s, _) = next(iter(self._entries.items()))
+            if expires_s > now:
+                return
+            del self._entries[key]
+            self.num_evicted += 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class RoomRecord:
+    """Common half of a prefill and a decode record."""
+
+    __slots__ = ("accepted_s", "backoff_s", "deadline_s", "is_reported", "request", "timeline")
+
+    def __init__(self, request: GenerateRequest, now: float) -> None:
+        self.request = request
+        self.accepted_s = now
+        self.deadline_s = now + request.remaining_s
+        self.backoff_s = 0.0
+        self.is_reported = False
+        #: Seconds since acceptance of named points.
+        self.timeline: dict[str, float] = {}
+
+    @property
+    def key(self) -> RoomKey:
+        return self.request.key
+
+    @property
+    def entity(self) -> VotingEntity:
+        raise TypeError("a room record has an entity: use a subclass")
+
+    def mark(self, point: str, now: float) -> None:
+        self.timeline.setdefault(point, now - self.accepted_s)
+
+
+R = TypeVar("R", bound=RoomRecord)
+
+
+class Tombstone(NamedTuple):
+    """How a room ended: ``failure`` None means well."""
+
+    failure: Failure | None
+
+
+class RoomBook(Generic[R]):
+    """All rooms of one core: records, tombstones, timers, the vote vector, the outbox."""
+
+    def __init__(self, limits: CoreLimits, group_size: int) -> None:
+        self.limits = limits
+        self.group_size = group_size
+        self.records: dict[RoomKey, R] = {}
+        self.tombstones: ExpiringTable[Tombstone] = ExpiringTable(
+            limits.tombstone_cap, limits.tombstone_ttl_s
+        )
+        self.timers = Timers()
+        self.out: list[Effect] = []
+        #: Records whose facts changed since their last vote, oldest first.
+        self._dirty: dict[RoomKey, None] = {}
+        #: The vector being reduced, empty between ticks.
+        self._voting: tuple[RoomKey, ...] = ()
+        self._sequence = 0
+        #: room -> attempts that have not been reported yet.
+        self._live: dict[int, set[int]] = {}
+
+    # --- coming and going ---------------------------------------------------------------
+
+    def check_new(self, request: GenerateRequest, now: float) -> None:
+        """Raises RoomInUse or Overloaded. A live room is accepted only by the dispatch
+        that names the attempt it replaces (D7)."""
+        key = request.key
+        if key in self.records or self.tombstones.get(key, now) is not None:
+            raise RoomInUse(f"room {key.room} attempt {key.attempt} was already dispatched here")
+        others = self._live.get(key.room, set()) - {request.replaces or 0}
+        if others:
+            raise RoomInUse(f"room {key.room} is in use; wait for it or use another room")
+        if sum(map(len, self._live.values())) >= self.limits.max_queued_requests:
+            raise Overloaded(
+                f"{self.limits.max_queued_requests} requests are queued here already; retry later"
+            )
+
+    def add(self, record: R) -> None:
+        key = record.key
+        self.records[key] = record
+        self._live.setdefault(key.room, set()).add(key.attempt)
+        self.timers.arm("deadline", key, record.deadline_s)
+        self.touch(key)
+
+    def forget(self, key: RoomKey) -> None:
+        record = self.records.pop(key, None)
+        if record is None:
+            return
+        for kind in ("deadline", "resend", "drain", "linger"):
+            self.timers.disarm(kind, key)
+        self._dirty.pop(key, None)
+        self._end(key)
+
+    def _end(self, key: RoomKey) -> None:
+        attempts = self._live.get(key.room)
+        if attempts is not None:
+            attempts.discard(key.attempt)
+            if not attempts:
+                del self._live[key.room]
+
+    def num_live(self) -> int:
+        """Requests without a result yet."""
+        return sum(map(len, self._live.values()))
+
+    # --- results ------------------------------------------------------------------------
+
+    def report(
+        self,
+        record: R,
+        reason: FinishReason,
+        why: Failure | None,
+        now: float,
+        completion_tokens: int = 0,
+    ) -> None:
+        """The one terminal result of a record; later calls change nothing (invariant 1)."""
+        if record.is_reported:
+            return
+        record.is_reported = True
+        record.mark("finished", now)
+        self.timers.disarm("deadline", record.key)
+        self.tombstones.put(record.key, Tombstone(why), now)
+        self._end(record.key)
+        self.out.append(
+            ReportFinished(
+                record.key,
+                reason,
+                why,
+                len(record.request.prompt_token_ids),
+                completion_tokens,
+                record.timeline,
+            )
+        )
+
+    def refuse(self, request: GenerateRequest, why: Failure, now: float) -> None:
+        """A request that never becomes a record still has one result."""
+        self.tombstones.put(request.key, Tombstone(why), now)
+        self.out.append(
+            ReportFinished(
+                request.key, FinishReason.ERROR, why, len(request.prompt_token_ids), 0, {}
+            )
+        )
+
+    # --- voting -------------------------------------------------------------------------
+
+    def touch(self, key: RoomKey) -> None:
+        self._dirty[key] = None
+
+    @property
+    def wants_tick(self) -> bool:
+        return not self._voting and (bool(self._dirty) or self.group_size > 1)
+
+    def begin_tick(self) -> None:
+        """Emit the vector of this tick. A group votes on every id it holds, so that all
+        ranks send the same vector; alone, only on what changed (cost follows change)."""
+        if self._voting:
+            return
+        keys = self.records if self.group_size > 1 else self._dirty
+        self._voting = tuple(k for k in keys if k in self.records)
+        self._dirty.clear()
+        if not self._voting and self.group_size == 1:
+            return
+        self._sequence += 1
+        votes = tuple(self.records[key].entity.vote() for key in self._voting)
+        self.out.append(ReduceVotes(self._sequence, hash_keys(self._voting), votes))
+
+    def end_tick(self, sequence: int, votes: Sequence[int]) -> Iterator[tuple[R, int]]:
+        """(record, outcome) of the reduced vector, in vector order. A foreign or repeated
+        sequence is ignored."""
+        if sequence != self._sequence or len(votes) != len(self._voting):
+            return
+        keys, self._voting = self._voting, ()
+        for key, vote in zip(keys, votes, strict=True):
+            record = self.records.get(key)
+            if record is not None:
+                yield record, vote
+
+    # --- resending ----------------------------------------------------------------------
+
+    def arm_resend(self, record: R, now: float) -> None:
+        """Keep asking while something is unanswered, with back-off (rule 4)."""
+        if self.timers.is_armed("resend", record.key):
+            return
+        if record.entity.unanswered():
+            record.backoff_s = self.limits.resend_initial_s
+            self.timers.arm("resend", record.key, now + record.backoff_s)
+
+    def resend(self, record: R, now: float) -> None:
+        messages = record.entity.unanswered()
+        if messages:
+            self.out.extend(messages)
+            record.backoff_s = min(record.backoff_s * 2, self.limits.resend_max_s)
+            self.timers.arm("resend", record.key, now + record.backoff_s)
+
+    def poll_effects(self) -> list[Effect]:
+        out, self.out = self.out, []
+        return out
+
+
+def hash_keys(keys: Sequence[RoomKey]) -> int:
+    """Order-sensitive hash of the ids in a vote vector (D17). Python's tuple hash of ints
+    is the same in every process."""
+    return hash(tuple(keys)) & ((1 << 63) - 1)
+
+
+def finish_reason_of(reason: Failure | None) -> FinishReason:
+    """A cancelled request was aborted; every other failure is an error."""
+    if reason is not None and reason.code == "cancelled":
+        return FinishReason.ABORT
+    return FinishReason.ERROR
+
+
+def refusal(
+    request: GenerateRequest, setup: CoreSetup, blocks: KVBlocks, *, new_tokens: int
+) -> Failure | None:
+    """Why this request can never run on this rank, or None: one function for both roles
+    (R66), asked before any queue, block or entity exists."""
+    num_tokens = len(request.prompt_token_ids)
+    limit = min(setup.limits.max_prefill_tokens, setup.max_model_len - 1)
+    if num_tokens < 1:
+        return failure("invalid_request", "the prompt is empty: send at least one token")
+    if num_tokens > limit:
+        return failure(
+            "prompt_too_long", f"the prompt has {num_tokens} tokens, at most {limit} are served"
+        )
+    if not blocks.can_ever_fit(num_tokens, new_tokens):
+        return failure(
+            "prompt_too_long",
+            f"the prompt's {num_tokens} tokens do not fit into this rank's KV cache",
+        )
+    if request.remaining_s <= 0:
+        return failure("deadline_exceeded", "the request arrived after its deadline")
+    return None

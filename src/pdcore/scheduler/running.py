@@ -1,0 +1,190 @@
+"""Running sequences of a decode rank: decode steps, retraction, re-prefill (R72, R88).
+
+A sequence whose KV arrived starts with the token prefill sampled; the finish check runs on
+that one too (D18). When no sequence gets a block, the cheapest victim is retracted: its
+blocks go back and it is prefilled again here, prompt and output, into fresh blocks, a
+bounded number of times (D8). Blocks that a forward pass still uses are freed when it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from pdcore.errors import EngineError, failure
+from pdcore.fsm.effects import ReportTokens
+from pdcore.fsm.events import StepCompleted
+from pdcore.kv.metadata import MetadataRecord
+from pdcore.scheduler.batch import (
+    DecodeBatcher,
+    PrefillChunk,
+    build_prefill_batch,
+    commit_prefill,
+    select_prefill,
+)
+from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
+from pdcore.scheduler.retraction import retract_until_fits
+from pdcore.scheduler.sequence import StepResult, commit_tokens
+from pdcore.types import Batch, Failure, FinishReason, Phase
+
+
+class Running:
+    """See the module. One batch is in flight at a time."""
+
+    def __init__(self, rooms: DecodeRooms) -> None:
+        self.rooms = rooms
+        self.blocks = rooms.blocks
+        self.limits = rooms.limits
+        setup = rooms.setup
+        self.batcher = DecodeBatcher(
+            self.blocks, setup.eos_token_ids, setup.max_model_len, self.limits.max_running
+        )
+        #: seq_id -> record of everything that runs or is to resume.
+        self.records: dict[int, DecodeRecord] = {}
+        #: Retracted, waiting to be prefilled again; FIFO.
+        self.resuming: OrderedDict[int, DecodeRecord] = OrderedDict()
+        self._batch: Batch | None = None
+        self._chunks: list[PrefillChunk] = []
+        #: Ended while in flight: their blocks are freed when the forward pass is over.
+        self._doomed: list[int] = []
+        self._batch_ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def start(self, record: DecodeRecord, metadata: MetadataRecord, now: float) -> None:
+        """KV and first token are here."""
+        setup, seq = self.rooms.setup, record.seq
+        seq.complete_prefill()
+        logprobs = None if metadata.logprob is None else [metadata.logprob]
+        commit_tokens(
+            seq, [metadata.output_token_id], logprobs, setup.eos_token_ids, setup.max_model_len
+        )
+        record.mark("first_token", now)
+        self.records[seq.seq_id] = record
+        self._emit_tokens(record, [metadata.output_token_id], logprobs)
+        if seq.finish_reason is not None:
+            self._end(record, seq.finish_reason, None, now)
+        else:
+            self.batcher.add(seq)
+
+    def stop(
+        self, record: DecodeRecord, reason: FinishReason, why: Failure | None, now: float
+    ) -> None:
+        """End a running or resuming request from outside (abort, deadline)."""
+        if record.seq.seq_id in self.records:
+            self._end(record, reason, why, now)
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next batch, or None when nothing runs or a batch is in flight."""
+        if self._batch is not None:
+            return None
+        batch_id = next(self._batch_ids)
+        chunks = select_prefill(
+            (record.seq for record in self.resuming.values()),
+            self.blocks,
+            self.limits.prefill_chunk_tokens,
+            self.limits.max_running,
+        )
+        if chunks:
+            self._chunks = chunks
+            self._batch = build_prefill_batch(batch_id, chunks, self.blocks)
+            return self._batch
+        if len(self.batcher) and not self.batcher.schedule():
+            self._make_room(now)
+        if not len(self.batcher):
+            return None
+        self._batch = self.batcher.build_batch(batch_id)
+        return self._batch
+
+    def complete(self, event: StepCompleted, now: float) -> None:
+        """Tokens of the batch handed out last; a failed step fails its requests only."""
+        batch = self._batch
+        if batch is None or batch.batch_id != event.batch_id:
+            return
+        members = list(batch.seq_ids)
+        self._batch = None
+        why = event.failure
+        if event.output is not None and why is None:
+            setup = self.rooms.setup
+            try:
+                if batch.phase is Phase.DECODE:
+                    self._land(self.batcher.commit(event.output), now)
+                else:
+                    result = commit_prefill(
+                        self._chunks, event.output, setup.eos_token_ids, setup.max_model_len
+                    )
+                    self._land(result, now)
+            except EngineError as error:
+                why = failure("internal", str(error))
+        if why is not None or event.output is None:
+            if batch.phase is Phase.DECODE:
+                self.batcher.abandon()
+            why = why or failure("internal", "the engine returned nothing for a step")
+            for seq_id in members:
+                if seq_id in self.records:
+                    self._end(self.records[seq_id], FinishReason.ERROR, why, now)
+        self._chunks = []
+        for seq_id in self._doomed:
+            self.blocks.free(seq_id)
+        self._doomed.clear()
+
+    # --- inside -------------------------------------------------------------------------
+
+    def _land(self, result: StepResult, now: float) -> None:
+        rows = result.logprobs
+        for i, seq in enumerate(result.seqs):
+            record = self.records.get(seq.seq_id)
+            if record is None:
+                continue
+            self._emit_tokens(record, result.token_ids[i], rows[i] if rows else None)
+            if self.resuming.pop(seq.seq_id, None) is not None and seq.finish_reason is None:
+                self.batcher.add(seq)
+        for seq in result.finished:
+            record = self.records.get(seq.seq_id)
+            if record is not None and seq.finish_reason is not None:
+                self._end(record, seq.finish_reason, None, now)
+
+    def _emit_tokens(
+        self, record: DecodeRecord, ids: Sequence[int], logprobs: Iterable[float] | None
+    ) -> None:
+        probs = None if logprobs is None else tuple(logprobs)
+        self.rooms.out.append(ReportTokens(record.key, tuple(ids), probs))
+
+    def _end(
+        self, record: DecodeRecord, reason: FinishReason, why: Failure | None, now: float
+    ) -> None:
+        """The one way out: off the batch, blocks back (or when the pass ends), one result."""
+        seq = record.seq
+        in_flight = self._batch is not None and seq.seq_id in self._batch.seq_ids
+        self.batcher.remove(seq.seq_id)
+        self.resuming.pop(seq.seq_id, None)
+        self.records.pop(seq.seq_id, None)
+        if in_flight:
+            self._doomed.append(seq.seq_id)
+        else:
+            self.blocks.free(seq.seq_id)
+        self.rooms.report(record, reason, why, now, seq.num_output_tokens)
+        self.rooms.forget(record.key)
+
+    def owed(self) -> list[dict[str, int]]:
+        """Blocks per manager key that retracted sequences wait for: they come before
+        newcomers, or admission would starve them."""
+        return [
+            self.blocks.need(record.seq.seq_id, 0, record.seq.num_tokens + 1)
+            for record in self.resuming.values()
+        ]
+
+    def _make_room(self, now: float) -> None:
+        """Nobody gets a block: retract until somebody does (R72)."""
+        outcome = retract_until_fits(self.batcher, self.blocks, self.limits.max_retractions)
+        for victim in outcome.requeued:
+            self.resuming[victim.seq_id] = self.records[victim.seq_id]
+        for victim in outcome.failed:
+            why = failure(
+                "out_of_memory",
+                "the KV cache is full and this request was retracted too often or outgrew it; "
+                "retry later",
+            )
+            self._end(self.records[victim.seq_id], FinishReason.ERROR, why, now)

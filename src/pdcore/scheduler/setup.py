@@ -1,0 +1,122 @@
+"""What a core is told about itself once, at construction."""
+
+from __future__ import annotations
+
+import attrs
+
+from pdcore.config import CoreLimits
+from pdcore.control.codec import decode_endpoint, encode_endpoint
+from pdcore.control.messages import Endpoint
+from pdcore.errors import IncompatibleError
+from pdcore.kv.spec import KVCacheSpec, KVPlacement
+from pdcore.topology import InstanceProfile, ParallelLayout
+from pdcore.types import PeerRef
+
+#: Versions of the control protocol this build speaks, lowest and highest.
+PROTOCOL = (1, 1)
+
+
+@attrs.frozen
+class CoreSetup:
+    """Identity, limits and memory of one rank.
+
+    ``group_size`` is the TP x CP group that moves in lockstep (1: alone).
+    ``receiver_enforced`` and ``quarantine_s`` come from the transport's capabilities.
+    """
+
+    me: PeerRef
+    limits: CoreLimits
+    spec: KVCacheSpec
+    placement: KVPlacement
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    transport: str
+    transport_descriptor: bytes = b""
+    layout: ParallelLayout = attrs.field(factory=lambda: ParallelLayout(1))
+    group_size: int = 1
+    quarantine_s: float = 0.0
+    is_receiver_enforced: bool = False
+
+    def profile(self) -> InstanceProfile:
+        """What :func:`pdcore.topology.check_compatible` compares."""
+        return InstanceProfile(
+            tp_size=self.layout.tp_size,
+            cp_size=self.layout.cp_size,
+            dp_size=self.layout.dp_size,
+            pp_size=self.layout.pp_size,
+            block_sizes=self.spec.block_sizes,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_prefill_tokens=self.limits.max_prefill_tokens,
+            layout_digest=self.spec.digest(),
+            fingerprint=self.fingerprint,
+            transport=self.transport,
+            protocol_min=PROTOCOL[0],
+            protocol_max=PROTOCOL[1],
+        )
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """The dtypes of the cache entries, not of the model (D35)."""
+        return ",".join(sorted({entry.dtype for entry in self.spec.entries}))
+
+    def endpoint(self) -> bytes:
+        """What a prefill rank must know to write into this rank; constant for a process."""
+        place = self.placement
+        return encode_endpoint(
+            Endpoint(
+                transport=self.transport,
+                transport_descriptor=self.transport_descriptor,
+                layout_digest=self.spec.digest(),
+                fingerprint=self.fingerprint,
+                tp_size=self.spec.tp_size,
+                tp_rank=self.spec.tp_rank,
+                num_blocks=place.num_blocks,
+                entry_names=tuple(e.name for e in self.spec.entries),
+                regions=place.regions,
+                offsets=place.offsets,
+                block_strides=place.block_strides,
+            )
+        )
+
+
+@attrs.frozen
+class Destination:
+    """A decoded and checked Endpoint: layout and placement of one decode rank."""
+
+    spec: KVCacheSpec
+    placement: KVPlacement
+    transport_descriptor: bytes
+
+
+def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
+    """Raises CodecError for garbage, IncompatibleError for another model or layout; the
+    peer's word is not trusted beyond what the transport bound-checks (D58)."""
+    endpoint = decode_endpoint(data)
+    for name, ours, theirs in (
+        ("transport", setup.transport, endpoint.transport),
+        ("layout_digest", setup.spec.digest(), endpoint.layout_digest),
+        ("fingerprint", setup.fingerprint, endpoint.fingerprint),
+    ):
+        if ours != theirs:
+            raise IncompatibleError(f"{name}: prefill has {ours}, decode has {theirs}")
+    by_name = {e.name: e for e in setup.spec.entries}
+    columns = (endpoint.regions, endpoint.offsets, endpoint.block_strides)
+    if any(len(c) != len(endpoint.entry_names) for c in columns) or (
+        set(endpoint.entry_names) != by_name.keys()
+    ):
+        raise IncompatibleError("entry names: decode does not list the entries prefill has")
+    if endpoint.tp_size < 1 or not 0 <= endpoint.tp_rank < endpoint.tp_size:
+        raise IncompatibleError(f"tp_rank {endpoint.tp_rank} of {endpoint.tp_size} is impossible")
+    entries = tuple(
+        attrs.evolve(
+            by_name[name],
+            num_heads=max(1, by_name[name].total_num_heads // endpoint.tp_size),
+        )
+        for name in endpoint.entry_names
+    )
+    return Destination(
+        KVCacheSpec(entries, endpoint.tp_size, endpoint.tp_rank),
+        KVPlacement(endpoint.num_blocks, *columns),
+        endpoint.transport_descriptor,
+    )

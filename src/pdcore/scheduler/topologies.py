@@ -1,0 +1,134 @@
+"""What decode knows about prefill instances: routes, fetched off the tick (D28).
+
+One entry per bootstrap address: unknown, being fetched, good until its time to live, or
+refused with a reason (negative cache, D14). An instance that cannot be reached fails the
+requests that wait for it after ``topology_ttl_s``, never the loop (D20).
+"""
+
+from __future__ import annotations
+
+from pdcore.control.messages import Route
+from pdcore.errors import IncompatibleError, failure
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.topology import (
+    InstanceProfile,
+    ParallelLayout,
+    RankCoordinates,
+    check_compatible,
+    map_target_ranks,
+)
+from pdcore.types import Failure, Incarnation, PeerRef
+
+
+class TopologyEntry:
+    """``route`` and ``refusal`` are exclusive; both None while nothing is known."""
+
+    __slots__ = ("fetched_s", "is_fetching", "problem", "refusal", "route")
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self.refusal: Failure | None = None
+        #: Why the last fetch brought nothing; shown to requests that give up.
+        self.problem: Failure | None = None
+        self.is_fetching = False
+        self.fetched_s = float("-inf")
+
+
+class Topologies:
+    """Bounded by the router's allow-list: only configured addresses ever get here (D41)."""
+
+    def __init__(self, setup: CoreSetup) -> None:
+        self.setup = setup
+        self.entries: dict[str, TopologyEntry] = {}
+
+    def lookup(self, bootstrap: str, now: float) -> TopologyEntry:
+        return self.entries.setdefault(bootstrap, TopologyEntry())
+
+    def needs_fetch(self, bootstrap: str, now: float) -> bool:
+        """True once per fetch: the caller emits FetchTopology (single flight)."""
+        entry = self.lookup(bootstrap, now)
+        fresh = now - entry.fetched_s < self.setup.limits.topology_ttl_s
+        if entry.is_fetching or (fresh and (entry.route or entry.refusal)):
+            return False
+        entry.is_fetching = True
+        return True
+
+    def record(
+        self, bootstrap: str, route: Route | None, problem: Failure | None, now: float
+    ) -> TopologyEntry:
+        """Store the answer of a fetch. A route that cannot be paired becomes a refusal."""
+        entry = self.lookup(bootstrap, now)
+        entry.is_fetching = False
+        if route is None:
+            # A stale route may still be good: keep it, the lifecycles notice if it is not.
+            entry.problem = problem or failure("unreachable", f"no route from {bootstrap}")
+            return entry
+        entry.fetched_s = now
+        entry.problem = None
+        entry.route, entry.refusal = route, None
+        try:
+            check_compatible(self.setup.profile(), profile_of(route))
+        except IncompatibleError as error:
+            entry.route = None
+            entry.refusal = failure("incompatible", f"prefill at {bootstrap}: {error}")
+        return entry
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """A prefill rank's life is over: its route must be asked for again."""
+        for entry in self.entries.values():
+            route = entry.route
+            if route is not None and any(
+                r.incarnation == incarnation.hex() for r in route.ranks.values()
+            ):
+                entry.fetched_s = float("-inf")
+                entry.route = None
+
+    def targets(self, route: Route, dp_rank: int) -> tuple[list[PeerRef], int] | Failure:
+        """(prefill ranks to send a handshake to, handshakes each of them needs)."""
+        if dp_rank >= route.dp_size:
+            return failure(
+                "incompatible", f"prefill has {route.dp_size} dp ranks, the request names {dp_rank}"
+            )
+        layout = ParallelLayout(
+            route.attn_tp_size * route.attn_cp_size * route.dp_size,
+            route.attn_tp_size,
+            route.attn_cp_size,
+        )
+        mla = all(e.is_mla for e in self.setup.spec.entries)
+        mapping = map_target_ranks(
+            self.setup.profile(),
+            profile_of(route),
+            RankCoordinates(0, 0, self.setup.spec.tp_rank),
+            is_mla=mla,
+        )
+        peers: list[PeerRef] = []
+        for at, is_dummy in mapping.targets(dp_rank):
+            rank = route.ranks.get(layout.route_key(at))
+            if rank is None:
+                return failure("unavailable", f"prefill rank {layout.route_key(at)} is missing")
+            if not is_dummy:
+                address = f"tcp://{bracket(rank.rank_ip)}:{rank.rank_port}"
+                incarnation = Incarnation(bytes.fromhex(rank.incarnation))
+                peers.append(PeerRef(route.instance, layout.rank(at), incarnation, address))
+        return peers, mapping.required_dst_info_num
+
+
+def profile_of(route: Route) -> InstanceProfile:
+    return InstanceProfile(
+        tp_size=route.attn_tp_size,
+        cp_size=route.attn_cp_size,
+        dp_size=route.dp_size,
+        block_sizes=route.block_sizes,
+        kv_cache_dtype=route.kv_cache_dtype,
+        max_prefill_tokens=route.max_prefill_tokens,
+        layout_digest=route.layout_digest,
+        fingerprint=route.fingerprint,
+        transport=route.transport,
+        protocol_min=route.protocol_min,
+        protocol_max=route.protocol_max,
+    )
+
+
+def bracket(host: str) -> str:
+    """IPv6 literals need brackets in an address."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
