@@ -1,0 +1,174 @@
+"""The worker processes of one instance: spawned, watched, restarted within bounds, stopped.
+
+A worker that dies is told to the dispatcher at once, which fails what it had (D45), and is
+started again after a pause that doubles. One that never becomes ready within its time is
+ended. After ``max_restarts`` tries in a row without becoming ready, or when a worker says
+that its configuration is wrong, the instance gives up: health says why, the process exits
+with a status that is not 0, and an outer supervisor decides (D33, D45).
+
+Everything runs on one event loop, in the thread that also spawns (see
+:mod:`pdcore.server.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdcore.config import ServerConfig
+from pdcore.server.process import (
+    EXIT_USAGE,
+    Child,
+    Progress,
+    Report,
+    describe_exit,
+)
+
+_log: Final = logging.getLogger(__name__)
+
+
+class _Slot:
+    """One rank's place: the process that fills it now, and how often it failed to."""
+
+    __slots__ = ("child", "failures", "is_ready", "ready", "task")
+
+    def __init__(self) -> None:
+        self.child: Child | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.failures = 0
+        self.is_ready = False
+        self.ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+
+class Supervisor:
+    """``start(rank)`` spawns the process of a rank; it may raise OSError, which counts as a
+    failed start. ``on_lost(rank, detail)`` is called for every death while serving,
+    ``on_progress(rank, text)`` for what a worker says it is busy with."""
+
+    def __init__(
+        self,
+        start: Callable[[int], Child],
+        ranks: Sequence[int],
+        config: ServerConfig,
+        *,
+        on_lost: Callable[[int, str], None],
+        on_progress: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._start = start
+        self._config = config
+        self._on_lost = on_lost
+        self._on_progress = on_progress or (lambda rank, text: None)
+        self._slots = {rank: _Slot() for rank in ranks}
+        self._is_stopping = False
+        #: Resolves to the reason when the instance gives up.
+        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def run(self) -> None:
+        """Start every worker and keep them running."""
+        loop = asyncio.get_running_loop()
+        for rank, slot in self._slots.items():
+            slot.task = loop.create_task(self._keep_running(rank, slot), name=f"worker-{rank}")
+
+    def mark_ready(self, rank: int) -> None:
+        """The worker serves: its next death is a first one again."""
+        slot = self._slots[rank]
+        slot.is_ready = True
+        slot.failures = 0
+        if not slot.ready.done():
+            slot.ready.set_result(0)
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> process id of the workers that run now."""
+        return {rank: s.child.pid for rank, s in self._slots.items() if s.child is not None}
+
+    def kill(self) -> None:
+        """End the workers that are left, now. They are not restarted."""
+        self._is_stopping = True
+        for slot in self._slots.values():
+            if slot.child is not None:
+                slot.child.kill()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let ready workers, who were told to drain, finish within ``drain_s``; end the
+        others at once. SIGTERM then, and SIGKILL after ``stop_timeout_s``. Idempotent."""
+        self._is_stopping = True
+        for slot in self._slots.values():
+            if slot.child is None and slot.task is not None:
+                slot.task.cancel()  # it waits for its next try
+            elif slot.child is not None and not slot.is_ready:
+                slot.child.terminate()
+        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=drain_s)
+        children = [slot.child for slot in self._slots.values() if slot.child is not None]
+        await asyncio.gather(*(c.stop(self._config.stop_timeout_s) for c in children))
+        await asyncio.wait(tasks)
+
+    async def _keep_running(self, rank: int, slot: _Slot) -> None:
+        while True:
+            detail, status = await self._run_once(rank, slot)
+            if self._is_stopping:
+                return
+            was_ready, slot.is_ready = slot.is_ready, False
+            slot.failures += 0 if was_ready else 1
+            _log.error("worker %d: %s", rank, detail)
+            self._on_lost(rank, detail)
+            if status == EXIT_USAGE or slot.failures > self._config.max_restarts:
+                if not self.gave_up.done():
+                    self.gave_up.set_result(f"worker {rank}: {detail}")
+                return
+            await asyncio.sleep(self._pause_s(slot.failures))
+
+    def _pause_s(self, failures: int) -> float:
+        doublings = min(max(0, failures - 1), 16)
+        pause_s: float = self._config.restart_initial_s * 2**doublings
+        return min(pause_s, self._config.restart_max_s)
+
+    async def _run_once(self, rank: int, slot: _Slot) -> tuple[str, int]:
+        """One life of a worker: (how it ended, exit status)."""
+        slot.ready = asyncio.get_running_loop().create_future()
+
+        def on_report(report: Report) -> None:
+            if isinstance(report, Progress):
+                self._on_progress(rank, report.text)
+
+        try:
+            child = self._start(rank)
+        except OSError as error:
+            return f"cannot be started: {error}", 1
+        slot.child = child
+        exited = child.watch(on_report)
+        try:
+            status = await self._until_exit(child, exited, slot)
+        finally:
+            slot.child = None
+        detail = child.failure or describe_exit(status)
+        if child.log is not None:
+            detail = f"{detail} (log: {child.log})"
+        return detail, status
+
+    async def _until_exit(self, child: Child, exited: asyncio.Future[int], slot: _Slot) -> int:
+        """Its exit status; a worker that is not ready in time is ended."""
+        done, _ = await asyncio.wait(
+            [slot.ready, exited],
+            timeout=self._config.ready_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:
+            child.failure = f"not ready within {self._config.ready_timeout_s:g} s"
+            return await child.stop(self._config.stop_timeout_s)
+        return await asyncio.shield(exited)
+
+
+def cpu_slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+    """The cores of worker ``index`` of ``count``: equal slices of what this process may use;
+    empty ("do not pin") where there are fewer cores than workers (R11, D60). Two roles on
+    one host share no core if their processes were given different ones (D49).
+    """
+    if not 0 <= index < count:
+        raise ValueError(f"index must be below count ({count}), got {index}")
+    share = len(cores) // count
+    return tuple(sorted(cores)[index * share : (index + 1) * share])

@@ -1,0 +1,221 @@
+"""Supervision of real child processes: told at once, restarted within bounds, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import textwrap
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from pdcore.config import ServerConfig
+from pdcore.server.launch import Supervisor, cpu_slice
+from pdcore.server.process import Child, spawn
+
+BOUND_S = 30.0
+FAST = ServerConfig(
+    ready_timeout_s=BOUND_S,
+    restart_initial_s=0.01,
+    restart_max_s=0.02,
+    max_restarts=2,
+    stop_timeout_s=BOUND_S,
+)
+
+WORKER = """
+    from __future__ import annotations
+    import signal, sys
+    from pdcore.server import process
+    me = process.enter_child(sys.argv)
+    what = me.config.decode()
+    if what == "misconfigured":
+        me.report(process.Failed("the model is missing"))
+        sys.exit(process.EXIT_USAGE)
+    if what == "crash":
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    me.report(process.Progress("serving"))
+    signal.pause()
+"""
+
+
+class Rig:
+    """A supervisor over worker processes whose behaviour is chosen per start."""
+
+    def __init__(self, behaviours: list[str], config: ServerConfig = FAST) -> None:
+        self.behaviours = behaviours
+        self.lost: list[tuple[int, str]] = []
+        self.serving = asyncio.Event()
+        self.was_lost = asyncio.Event()
+        self.supervisor = Supervisor(
+            self.start, [0], config, on_lost=self._on_lost, on_progress=self._on_progress
+        )
+
+    def start(self, rank: int) -> Child:
+        behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
+        if behaviour == "unstartable":
+            raise OSError("no memory for a process")
+        return spawn(f"worker-{rank}", "worker_child", behaviour.encode())
+
+    def _on_lost(self, rank: int, detail: str) -> None:
+        self.lost.append((rank, detail))
+        self.was_lost.set()
+
+    def _on_progress(self, rank: int, text: str) -> None:
+        assert text == "serving"
+        self.serving.set()
+
+
+@pytest.fixture(autouse=True)
+def worker_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_child.py").write_text(textwrap.dedent(WORKER))
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_a_dead_worker_is_told_and_restarted() -> None:
+    """D45: the dispatcher hears of the death at once."""
+
+    async def main() -> None:
+        rig = Rig(["serve"])
+        rig.supervisor.run()
+        await rig.serving.wait()
+        rig.supervisor.mark_ready(0)
+        first = rig.supervisor.pids()[0]
+        rig.serving.clear()
+        os.kill(first, signal.SIGKILL)
+        await rig.was_lost.wait()
+        assert rig.lost == [(0, "killed by SIGKILL")]
+        await rig.serving.wait()
+        assert rig.supervisor.pids()[0] != first
+        assert not rig.supervisor.gave_up.done()
+        await rig.supervisor.stop(0)
+        assert rig.supervisor.pids() == {}
+        assert len(rig.lost) == 1, "an asked-for exit is no loss"
+
+    run(main)
+
+
+def test_restarts_without_becoming_ready_are_bounded() -> None:
+    """D33, D45: it gives up with the reason instead of looking healthy for ever."""
+
+    async def main() -> None:
+        rig = Rig(["crash"])
+        rig.supervisor.run()
+        assert await rig.supervisor.gave_up == "worker 0: exit status 3"
+        assert len(rig.lost) == FAST.max_restarts + 1
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
+def test_a_configuration_mistake_is_not_retried() -> None:
+    async def main() -> None:
+        rig = Rig(["misconfigured"])
+        rig.supervisor.run()
+        assert await rig.supervisor.gave_up == "worker 0: the model is missing"
+        assert len(rig.lost) == 1
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
+def test_becoming_ready_forgives_earlier_failures() -> None:
+    async def main() -> None:
+        rig = Rig(["crash", "crash", "serve", "crash", "crash", "serve"])
+        rig.supervisor.run()
+        await rig.serving.wait()
+        rig.supervisor.mark_ready(0)
+        rig.serving.clear()
+        os.kill(rig.supervisor.pids()[0], signal.SIGKILL)
+        await rig.serving.wait()
+        assert len(rig.lost) == 5
+        assert not rig.supervisor.gave_up.done()
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
+def test_a_process_that_cannot_start_counts_as_a_failure() -> None:
+    async def main() -> None:
+        rig = Rig(["unstartable", "serve"])
+        rig.supervisor.run()
+        await rig.serving.wait()
+        assert rig.lost == [(0, "cannot be started: no memory for a process")]
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
+def test_a_worker_that_is_never_ready_is_ended() -> None:
+    async def main() -> None:
+        config = ServerConfig(ready_timeout_s=0.1, max_restarts=0, stop_timeout_s=BOUND_S)
+        rig = Rig(["serve"], config)
+        rig.supervisor.run()
+        assert await rig.supervisor.gave_up == "worker 0: not ready within 0.1 s"
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
+def test_stop_while_waiting_for_the_next_try() -> None:
+    async def main() -> None:
+        config = ServerConfig(restart_initial_s=1000.0, restart_max_s=1000.0)
+        rig = Rig(["crash"], config)
+        rig.supervisor.run()
+        await rig.was_lost.wait()
+        await rig.supervisor.stop(0)
+        assert rig.supervisor.pids() == {}
+
+    run(main)
+
+
+def test_kill_is_immediate() -> None:
+    async def main() -> None:
+        rig = Rig(["serve"])
+        rig.supervisor.run()
+        await rig.serving.wait()
+        rig.supervisor.kill()
+        await rig.supervisor.stop(BOUND_S)
+        assert rig.lost == []
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "slices"),
+    [
+        ([0, 1, 2, 3], 2, [(0, 1), (2, 3)]),
+        ([8, 9, 10], 2, [(8,), (9,)]),
+        ([0], 2, [(), ()]),
+        ([3, 1, 2, 0], 1, [(0, 1, 2, 3)]),
+    ],
+)
+def test_cores_are_sliced(cores: list[int], count: int, slices: list[tuple[int, ...]]) -> None:
+    """R11, D49 (only what this process may use), D60 (fewer cores than workers is legal)."""
+    assert [cpu_slice(cores, i, count) for i in range(count)] == slices
+
+
+def test_d60_mutant_that_pins_to_nothing_is_caught() -> None:
+    def check(cores: tuple[int, ...]) -> None:
+        assert cores == () or len(cores) >= 1
+
+    def mutant(cores: list[int], index: int, count: int) -> tuple[int, ...]:
+        share = len(cores) // count
+        return (cores[index * share],)  # IndexError, as in the seed: start fails
+
+    check(cpu_slice([0], 1, 2))
+    with pytest.raises(IndexError):
+        check(mutant([], 1, 2))
+    with pytest.raises(ValueError, match="index must be below count"):
+        cpu_slice([0], 2, 2)
