@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import attrs
+
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
@@ -76,6 +78,7 @@ class LoopbackTransport:
         self._jobs: dict[int, Job] = {}
 
     def allocate(self, size_bytes: int) -> Region:
+        _check_open(self._endpoint)
         if size_bytes <= 0:
             raise TransportError(f"size_bytes must be positive, got {size_bytes}")
         try:
@@ -103,6 +106,9 @@ class LoopbackTransport:
             _check_open(self._endpoint)
             address = found.blob.decode(errors="replace")
             link = self.fabric.connect(self._endpoint, address, found.incarnation)
+            if not found.regions.items() <= link.receiver.regions.targets().items():
+                self.fabric.close_link(link, "refused")
+                raise TransportError("stale descriptor: it names regions the peer does not have")
             session = PeerSession(next(self._ids), found.incarnation)
             self._links[session.session_id] = link
             return session
@@ -130,7 +136,7 @@ class LoopbackTransport:
             job = new_job(
                 link,
                 next(self._ids),
-                tuple(batches),
+                [attrs.evolve(b, descriptors=b.descriptors.copy()) for b in batches],
                 plan,
                 lease.lease,
                 notify,

@@ -108,7 +108,7 @@ class Job:
     link: Link = attrs.field(repr=False)
     plan: CopyPlan = attrs.field(repr=False)
     steps: Iterator[int] = attrs.field(repr=False)
-    batches: tuple[WriteBatch, ...] = attrs.field(repr=False)
+    batches: list[WriteBatch] = attrs.field(repr=False)
     lease: LeaseId
     notify: bytes | None
     chunks: int = 0
@@ -338,7 +338,7 @@ def _find(endpoints: dict[str, Endpoint], incarnation: Incarnation) -> Endpoint:
 def new_job(
     link: Link,
     handle: int,
-    batches: tuple[WriteBatch, ...],
+    batches: list[WriteBatch],
     plan: CopyPlan,
     lease: LeaseId,
     notify: bytes | None,
