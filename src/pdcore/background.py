@@ -13,10 +13,25 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from pdcore.fsm.events import Event
 
 log = logging.getLogger(__name__)
+
+
+class BackgroundCalls(Protocol):
+    """What the loop needs; simulations answer inline instead of from a thread."""
+
+    def run(self, call: Callable[[], Event]) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def poll(self) -> list[Event]: ...
+
+    def fileno(self) -> int | None: ...
+
+    def close(self) -> None: ...
 
 
 class Background:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from pdcore.background import Background
+from pdcore.background import BackgroundCalls
 from pdcore.control.base import ControlChannel
 from pdcore.control.codec import decode_endpoint, encode_frames
 from pdcore.control.messages import (
@@ -73,7 +73,7 @@ class Executor:
         channel: ControlChannel,
         send: Callable[[WorkerMessage], None],
         consensus: Consensus,
-        background: Background,
+        background: BackgroundCalls,
         fetch_route: FetchRoute,
     ) -> None:
         self.setup = setup

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import attrs
 
-from pdcore.background import Background
+from pdcore.background import BackgroundCalls
 from pdcore.clock import Clock
 from pdcore.control.base import ControlChannel
 from pdcore.control.codec import decode_frame, unpack_token_ids
@@ -116,7 +116,7 @@ class Worker:
         runner: ModelRunner,
         ports: Ports,
         executor: Executor,
-        background: Background,
+        background: BackgroundCalls,
         clock: Clock,
     ) -> None:
         self.core = core

@@ -268,7 +268,7 @@ def _ready(record: PrefillRecord, chunk: PrefillChunk, align: int, now: float) -
     line, seq = record.timeline, record.seq
     token = FirstToken(
         output_token_id=seq.output_token_ids[-1],
-        logprob=seq.output_logprobs[-1],
+        logprob=seq.output_logprobs[-1] if seq.output_logprobs else None,
         num_tokens=seq.num_prompt_tokens,
         ids_hash=record.ids_hash,
         timings={

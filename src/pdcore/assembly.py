@@ -1,0 +1,150 @@
+"""Putting a worker together: runner + transport + channel + core, in the one right order.
+
+Memory is registered before anything is published (D34): the runner takes its KV cache from
+the transport, then the core learns where it lies, then peers can hear of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from pdcore.background import Background, BackgroundCalls
+from pdcore.clock import Clock
+from pdcore.config import DEFAULT_LIMITS, CoreLimits
+from pdcore.control.base import ControlChannel
+from pdcore.control.zmq import Poller, ZmqSource
+from pdcore.engine.base import ModelRunner
+from pdcore.errors import failure
+from pdcore.executor import Executor, FetchRoute
+from pdcore.fsm.events import TopologyFetched
+from pdcore.kv.cache import KVBlocks
+from pdcore.scheduler.consensus import Consensus, LocalConsensus
+from pdcore.scheduler.decode import DecodeCore
+from pdcore.scheduler.prefill import PrefillCore
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.transports.base import Revocation, Transport
+from pdcore.types import PeerRef, Role
+from pdcore.worker import Core, LeaderPort, Ports, Worker
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    monotonic = staticmethod(time.monotonic)
+    unix = staticmethod(time.time)
+
+
+@attrs.frozen
+class WorkerOptions:
+    """What a worker needs besides its parts.
+
+    ``instance`` is the leader's advertised ``host:port``; ``num_blocks`` counts KV blocks,
+    the null block included. ``sources`` are the ZMQ channel and link to sleep on.
+    """
+
+    role: Role
+    instance: str
+    num_blocks: int
+    rank: int = 0
+    limits: CoreLimits = DEFAULT_LIMITS
+    sources: Sequence[ZmqSource] = ()
+    clock: Clock = attrs.field(factory=SystemClock)
+    consensus: Consensus = attrs.field(factory=LocalConsensus)
+    #: Decode: how to get a route; without it every request fails as unreachable.
+    fetch_route: FetchRoute | None = None
+    #: Replaces sleeping in a poller: tests and simulations that step their own clock.
+    wait: Callable[[float | None], object] | None = None
+
+
+def build_worker(
+    runner: ModelRunner,
+    transport: Transport,
+    channel: ControlChannel,
+    leader: LeaderPort,
+    options: WorkerOptions,
+    *,
+    background: BackgroundCalls | None = None,
+) -> Worker:
+    """A worker that is ready to :meth:`~pdcore.worker.Worker.run`. Nothing is published
+    yet: registering with a bootstrap server is the caller's last step (D34)."""
+    setup = take_memory(runner, transport, channel, options)
+    blocks = KVBlocks(runner.kv_cache_spec, options.num_blocks, runner.max_model_len)
+    core: Core
+    if options.role is Role.PREFILL:
+        core = PrefillCore(setup, blocks)
+    else:
+        core = DecodeCore(setup, blocks)
+    background = background or Background()
+    executor = Executor(
+        setup,
+        transport,
+        channel,
+        leader.send,
+        options.consensus,
+        background,
+        options.fetch_route or _no_route,
+    )
+    wait = options.wait or make_wait(
+        options.sources, (channel.fileno(), transport.fileno(), background.fileno())
+    )
+    ports = Ports(transport, channel, leader, wait)
+    return Worker(core, runner, ports, executor, background, options.clock)
+
+
+def take_memory(
+    runner: ModelRunner, transport: Transport, channel: ControlChannel, options: WorkerOptions
+) -> CoreSetup:
+    """Let the runner take registered KV memory; returns what the core must know."""
+
+    def allocate(size_bytes: int) -> tuple[int, memoryview]:
+        region = transport.allocate(size_bytes)
+        return region.region_id, region.buffer
+
+    placement = runner.initialize_cache(options.num_blocks, allocate)
+    caps = transport.caps
+    return CoreSetup(
+        me=PeerRef(options.instance, options.rank, transport.incarnation, channel.address),
+        limits=options.limits,
+        spec=runner.kv_cache_spec,
+        placement=placement,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        fingerprint=runner.fingerprint,
+        transport=transport.name,
+        transport_descriptor=transport.descriptor(),
+        quarantine_s=caps.quarantine_s if caps.revocation is Revocation.QUARANTINE else 0.0,
+    )
+
+
+def make_wait(
+    sources: Sequence[ZmqSource], fds: Iterable[int | None]
+) -> Callable[[float | None], object]:
+    """A sleep that ends when any source or descriptor is readable. Parts without a
+    descriptor are looked at every millisecond."""
+    known = list(fds)
+    readable = [fd for fd in known if fd is not None]
+    if sources:
+        # A ZMQ channel's own descriptor is edge-triggered: the poller knows how to wait.
+        poller = Poller(sources, readable[1:] if known[0] is not None else readable)
+        return poller.wait
+    poll = select.poll()
+    for fd in readable:
+        poll.register(fd, select.POLLIN)
+    must_look = len(readable) < len(known)
+
+    def wait(timeout_s: float | None) -> object:
+        if must_look:
+            timeout_s = 0.001 if timeout_s is None else min(timeout_s, 0.001)
+        return poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+
+    return wait
+
+
+def _no_route(bootstrap: str) -> TopologyFetched:
+    why = failure("unreachable", f"this worker has no way to ask {bootstrap}: set fetch_route")
+    return TopologyFetched(bootstrap, None, why)

@@ -1,0 +1,279 @@
+"""A small world in one process: prefill and decode workers, real cores and real bytes.
+
+Everything is the product's own code except time (a manual clock), the control network (in
+memory, with planned faults) and the engine (simulated, whose KV proves itself). Nothing
+sleeps: when nobody has anything to do, the clock jumps to the next moment something is due.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from pdcore.assembly import WorkerOptions, build_worker
+from pdcore.clock import ManualClock
+from pdcore.config import CoreLimits
+from pdcore.control.codec import pack_token_ids
+from pdcore.control.memory import FaultPlan, MemoryChannel, MemoryNetwork
+from pdcore.control.messages import (
+    Abort,
+    Finished,
+    Route,
+    RouteRank,
+    Submit,
+    SubmitSampling,
+    Tokens,
+    WorkerMessage,
+)
+from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
+from pdcore.errors import failure
+from pdcore.fsm.events import Event, TopologyFetched
+from pdcore.local import LocalPort
+from pdcore.scheduler.setup import PROTOCOL
+from pdcore.transports.base import Revocation
+from pdcore.transports.loopback import LoopbackTransport
+from pdcore.transports.loopback_fabric import LoopbackFabric
+from pdcore.types import Incarnation, Role, RoomKey, SamplingParams
+from pdcore.worker import Worker
+
+
+class TcpNamed:
+    """A memory channel under a ``tcp://name:1`` address, as routes spell addresses."""
+
+    def __init__(self, channel: MemoryChannel, name: str) -> None:
+        self._channel = channel
+        self.address = f"tcp://{name}:1"
+
+    def send(self, to: str, frame: bytes) -> bool:
+        return self._channel.send("mem://" + to.removeprefix("tcp://").removesuffix(":1"), frame)
+
+    def receive(self, limit: int = 256) -> list[bytes]:
+        return self._channel.receive(limit)
+
+    def fileno(self) -> int | None:
+        return None
+
+    def forget(self, to: str) -> None:
+        return None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@attrs.define(eq=False)
+class Rank:
+    """One worker of the world and everything it told its leader."""
+
+    role: Role
+    worker: Worker
+    port: LocalPort
+    said: list[WorkerMessage]
+
+    def result(self, key: RoomKey) -> Finished | None:
+        return next((m for m in self.said if isinstance(m, Finished) and m.key == key), None)
+
+    def tokens(self, key: RoomKey) -> list[int]:
+        """All output tokens of a room, in order of arrival."""
+        spoken = [m for m in self.said if isinstance(m, Tokens) and m.key == key]
+        return list(itertools.chain.from_iterable(m.token_ids for m in spoken))
+
+
+@attrs.define(eq=False)
+class World:
+    """Build with :func:`make_world`; ``submit``, ``run``, look."""
+
+    clock: ManualClock
+    network: MemoryNetwork
+    fabric: LoopbackFabric
+    model: SimulatedConfig
+    ranks: dict[str, Rank]
+    rng: random.Random
+    timeout_s: float = 60.0
+
+    @property
+    def prefill(self) -> Rank:
+        return self.ranks["prefill"]
+
+    @property
+    def decode(self) -> Rank:
+        return self.ranks["decode"]
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        key: RoomKey | None = None,
+        to: Sequence[str] = ("prefill", "decode"),
+        sampling: SamplingParams | None = None,
+        timeout_s: float | None = None,
+    ) -> RoomKey:
+        """Dispatch to both legs at once, as the router does."""
+        key = key or RoomKey(self.rng.getrandbits(62) + 1, self.rng.getrandbits(62) + 1)
+        remaining_s = self.timeout_s if timeout_s is None else timeout_s
+        message = Submit(
+            key=key,
+            request_id=f"r{key.room}",
+            prompt=pack_token_ids(prompt),
+            sampling=SubmitSampling(**attrs.asdict(sampling or SamplingParams(max_tokens=8))),
+            expires_at_s=self.clock.unix() + remaining_s,
+            remaining_s=remaining_s,
+            bootstrap="bootstrap:1",
+            prefill="prefill",
+            decode="decode",
+            prefill_dp_rank=0,
+            replaces=None,
+        )
+        for name in to:
+            self.ranks[name].port.put(message)
+        return key
+
+    def abort(self, key: RoomKey, *, at: str = "decode", unless_received: bool = False) -> None:
+        self.ranks[at].port.put(Abort(key, "the client is gone", unless_received))
+
+    def step(self) -> bool:
+        """One loop iteration of every worker; deliver what is due. True when an engine ran."""
+        self.network.deliver_due()
+        return any([rank.worker.step(0.0) for rank in self.ranks.values()])
+
+    def run(self, until: Callable[[], bool], *, max_steps: int = 20_000) -> None:
+        """Step, and jump the clock over idle time, until the condition holds.
+
+        Raises AssertionError with every core's state when it does not come true."""
+        for _ in range(max_steps):
+            worked = self.step()
+            if until():
+                return
+            if not worked:
+                self._jump()
+        states = "\n".join(f"{n}: {r.worker.core.snapshot()}" for n, r in self.ranks.items())
+        raise AssertionError(f"the condition did not come true in {max_steps} steps\n{states}")
+
+    def run_request(
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None
+    ) -> list[int]:
+        """Submit, run to the end, return the tokens. Raises AssertionError on failure."""
+        key = self.submit(prompt, sampling=sampling)
+        self.run(lambda: self.decode.result(key) is not None)
+        result = self.decode.result(key)
+        assert result is not None and result.failure is None, result
+        return self.decode.tokens(key)
+
+    def settle(self) -> None:
+        """Run until no rank holds a room that can still touch a block."""
+        self.run(lambda: not any(r.worker.core.live_keys() for r in self.ranks.values()))
+
+    def _jump(self) -> None:
+        """To the next moment anything is due, a millisecond at least every idle step."""
+        now = self.clock.monotonic()
+        due = [r.worker.core.poll_deadline() for r in self.ranks.values()]
+        due.append(self.network.next_due_s())
+        if any(r.worker.core.wants_tick for r in self.ranks.values()):
+            return
+        moments = [moment for moment in due if moment is not None and moment > now]
+        wait_s = min(moments, default=now + 0.001) - now
+        self.clock.advance(min(max(wait_s, 1e-6), 0.05))
+
+
+def make_world(
+    *,
+    model: SimulatedConfig | None = None,
+    limits: CoreLimits | None = None,
+    num_blocks: int = 128,
+    prefill_blocks: int | None = None,
+    faults: FaultPlan | None = None,
+    seed: int = 0,
+    stepped: bool = False,
+    revocation: Revocation = Revocation.SENDER_ACK,
+) -> World:
+    """One prefill and one decode rank over loopback. ``stepped`` leaves the fabric to the
+    caller (``world.fabric.step``), so that writes land when the test says so."""
+    clock = ManualClock(start_s=1000.0)
+    network = MemoryNetwork(clock, faults, seed=seed)
+    fabric = LoopbackFabric(stepped=stepped)
+    rng = random.Random(seed)
+    config = model or SimulatedConfig(block_size=4, max_model_len=512, verify_all=True)
+    world = World(clock, network, fabric, config, {}, rng)
+    for role in (Role.PREFILL, Role.DECODE):
+        blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
+        world.ranks[role.value] = _make_rank(
+            world, role, blocks, limits or CoreLimits(), revocation
+        )
+    return world
+
+
+def _make_rank(
+    world: World, role: Role, num_blocks: int, limits: CoreLimits, revocation: Revocation
+) -> Rank:
+    said: list[WorkerMessage] = []
+    port = LocalPort(said.append)
+    incarnation = Incarnation(world.rng.randbytes(16))
+    worker = build_worker(
+        SimulatedRunner(world.model),
+        LoopbackTransport(incarnation, world.fabric, revocation=revocation),
+        TcpNamed(world.network.channel(role.value), role.value),
+        port,
+        WorkerOptions(
+            role=role,
+            instance=role.value,
+            num_blocks=num_blocks,
+            limits=limits,
+            clock=world.clock,
+            fetch_route=lambda bootstrap: _route_of(world, bootstrap),
+            wait=lambda timeout_s: None,
+        ),
+        background=InlineBackground(),
+    )
+    return Rank(role, worker, port, said)
+
+
+class InlineBackground:
+    """Background calls made at once, answered at the next poll: deterministic."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def run(self, call: Callable[[], Event]) -> None:
+        self._events.append(call())
+
+    def wake(self) -> None:
+        return None
+
+    def poll(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def fileno(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def _route_of(world: World, bootstrap: str) -> TopologyFetched:
+    """What the bootstrap server of the prefill rank would answer."""
+    rank = world.ranks.get("prefill")
+    if rank is None:
+        return TopologyFetched(bootstrap, None, failure("unreachable", "no prefill here"))
+    setup = rank.worker.core.setup
+    profile = setup.profile()
+    me = RouteRank(rank_ip="prefill", rank_port=1, incarnation=setup.me.incarnation.hex())
+    route = Route(
+        attn_tp_size=1,
+        attn_cp_size=1,
+        dp_size=1,
+        block_sizes=dict(profile.block_sizes),
+        kv_cache_dtype=profile.kv_cache_dtype,
+        max_prefill_tokens=profile.max_prefill_tokens,
+        ranks={"0,0,0": me},
+        instance="prefill",
+        epoch=1,
+        layout_digest=profile.layout_digest,
+        fingerprint=profile.fingerprint,
+        transport=profile.transport,
+        protocol_min=PROTOCOL[0],
+        protocol_max=PROTOCOL[1],
+    )
+    return TopologyFetched(bootstrap, route)
