@@ -236,7 +236,8 @@ class GenerateAnswer:
         yield sse.DONE
 
     def whole(self, piece: Piece, outcome: Outcome) -> bytes:
-        return msgspec.json.encode({**self._body(piece), **self._outcome(outcome)})
+        body: Json = {"logprobs": None, **self._body(piece), **self._outcome(outcome)}
+        return msgspec.json.encode(body)
 
     def _body(self, piece: Piece) -> Json:
         body: Json = {

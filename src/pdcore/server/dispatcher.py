@@ -274,7 +274,7 @@ class Dispatcher:
         if pending.timer is not None:
             pending.timer.cancel()
         self._history.add(key, self._clock.monotonic(), was_here=True)
-        self.counters[f"finished_{ended.reason}"] += 1
+        self.counters[f"finished_{ended.failure.code if ended.failure else ended.reason}"] += 1
         pending.end(ended)
 
 

@@ -7,10 +7,13 @@ of them, and base classes for middleware hide a client's disconnect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdcore.errors import InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
@@ -143,3 +146,24 @@ async def start_stream(send: Send, headers: Headers = ()) -> None:
             ],
         }
     )
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def error_handlers() -> dict[type[Exception] | int, Callable[..., Awaitable[Response]]]:
+    """404, 405 and a bug of ours in the shape of every other error."""
+    codes = {404: "not_found", 405: "method_not_allowed"}
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = f"{request.method} {request.url.path}: no such endpoint or method"
+        why = failure(codes.get(status, "internal"), detail)
+        return Response(error_body(why), status, media_type="application/json")
+
+    async def bug(request: Request, error: Exception) -> Response:
+        why = failure("internal", "an internal error; the server's log has the details")
+        return Response(error_body(why), 500, media_type="application/json")
+
+    return {HTTPException: http, Exception: bug}

@@ -1,0 +1,128 @@
+"""Several ASGI apps in one event loop, each on its own socket, with uvicorn.
+
+The sockets are bound before anything starts, so that port 0 is known in time to be
+advertised (D44) and a port in use is one sentence instead of a traceback. Signals are the
+caller's: uvicorn would take them for each of its servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Generator, Sequence
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pdcore.errors import ConfigError, PdcoreError
+
+#: Longer than the idle time of our own client (15 s), so that the client closes first and
+#: never sends a request into a closing connection.
+KEEP_ALIVE_S: Final = 75
+_BACKLOG: Final = 2048
+
+
+class StartFailed(PdcoreError):
+    """An app's lifespan did not start."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; ``port`` 0 takes a free one. Raises ConfigError naming the
+    address when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; choose another address, or port 0 for "
+            "any free port"
+        ) from None
+
+
+def port_of(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's signal handlers, and with a way to wait until it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+class AppServer:
+    """One app on one listening socket. ``start``, then ``stop`` once; both may be awaited
+    from one task only."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self.port = port_of(listener)
+        self._listener = listener
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,  # the library configures no logging
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once requests are served. Raises StartFailed."""
+        self._task = asyncio.create_task(self._run(), name=f"http-{self.port}")
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._server.up.is_set():
+            up.cancel()
+            await self._task
+            raise StartFailed(f"the server on port {self.port} ended while it started")
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take no new connection, let running requests finish for ``drain_s``, then cancel
+        them; returns when the app's lifespan is over."""
+        self._server.config.timeout_graceful_shutdown = max(0, math.ceil(drain_s))
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._listener.close()
+
+    async def _run(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._listener])
+        except SystemExit:
+            # uvicorn's way to say that the lifespan failed; it must not end the process.
+            raise StartFailed(f"the app on port {self.port} did not start") from None
+
+
+async def serve(
+    apps: Sequence[tuple[ASGIApp, socket.socket]], stopping: asyncio.Event, *, drain_s: float
+) -> None:
+    """Serve all apps until ``stopping`` is set, then drain them together."""
+    servers = [AppServer(app, listener) for app, listener in apps]
+    started: list[AppServer] = []
+    try:
+        for server in servers:
+            started.append(server)
+            await server.start()
+        await stopping.wait()
+    finally:
+        await asyncio.gather(*(server.stop(drain_s) for server in started))
