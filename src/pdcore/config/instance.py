@@ -101,7 +101,8 @@ class WorkerConfig:
 
     ``instance`` is the leader's ``host:port``; ``link_address`` where its dispatcher
     listens (it holds a secret: never log it);
-    ``bootstrap`` the ``host:port`` to register with (prefill only, else empty);
+    ``bootstrap`` the ``host:port`` to register with (prefill only, else empty), and
+    ``bootstrap_token`` what it wants to see for that;
     ``cpu_cores`` an empty tuple for "do not pin".
     """
 
@@ -112,6 +113,7 @@ class WorkerConfig:
     world_size: int
     link_address: str
     bootstrap: str
+    bootstrap_token: str
     parent_pid: int
     limits: CoreLimits
     model_path: str | None = None
@@ -158,6 +160,7 @@ def worker_config(
     local_rank: int,
     link_address: str,
     bootstrap: str,
+    bootstrap_token: str,
     parent_pid: int,
     cache_dir: str = "",
     cpu_cores: tuple[int, ...] = (),
@@ -173,6 +176,7 @@ def worker_config(
         world_size=parallel.world_size,
         link_address=link_address,
         bootstrap=bootstrap,
+        bootstrap_token=bootstrap_token,
         parent_pid=parent_pid,
         limits=config.core_limits,
         model_path=config.model.model_path,

@@ -26,6 +26,7 @@ def _worker(config: InstanceConfig) -> WorkerConfig:
         local_rank=0,
         link_address="tcp://127.0.0.1:5000",
         bootstrap="127.0.0.1:18800",
+        bootstrap_token="t",
         parent_pid=1,
     )
 

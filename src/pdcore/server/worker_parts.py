@@ -1,0 +1,248 @@
+"""The parts of a worker process: what its configuration names, made in the right order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from pdcore.assembly import SystemClock, WorkerOptions, build_worker
+from pdcore.background import Background
+from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
+from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
+from pdcore.control.link import WorkerId, WorkerLink
+from pdcore.control.messages import RankRegistration, WorkerHealth, WorkerReady
+from pdcore.control.zmq import ZmqChannel
+from pdcore.engine.base import ModelRunner
+from pdcore.errors import ConfigError
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.server.registration import Registration
+from pdcore.server.routes import RouteFetcher
+from pdcore.transports import registry
+from pdcore.transports.base import Transport
+from pdcore.types import Incarnation, Role
+from pdcore.worker import LeaderPort, Worker
+
+_log = logging.getLogger(__name__)
+#: A first registration that works at all answers within this.
+FIRST_REGISTRATION_S: Final = 6.0
+
+
+@attrs.define(eq=False)
+class WorkerParts:
+    """Everything one worker process holds; :meth:`close` releases it in reverse order."""
+
+    config: WorkerConfig
+    runner: ModelRunner
+    transport: Transport
+    channel: ZmqChannel
+    link: WorkerLink
+    background: Background
+    clock: SystemClock = attrs.field(factory=SystemClock)
+    registration: Registration | None = None
+    worker: Worker | None = None
+
+    def assemble(self, port: LeaderPort) -> Worker:
+        """The worker around these parts. Raises ConfigError for a KV pool that is too
+        small, TransportError where there is not enough memory."""
+        config = self.config
+        limits = effective_limits(config.limits, self.runner.max_model_len)
+        options = WorkerOptions(
+            role=Role(config.role),
+            instance=config.instance,
+            num_blocks=num_blocks(config, limits, self.runner),
+            rank=config.rank,
+            limits=limits,
+            sources=(self.channel, self.link),
+            clock=self.clock,
+            fetch_route=RouteFetcher(BootstrapClient(self.clock), config.allowed_bootstraps),
+        )
+        self.worker = build_worker(
+            self.runner, self.transport, self.channel, port, options, background=self.background
+        )
+        return self.worker
+
+    def announce(self, worker: Worker) -> None:
+        """Register with the bootstrap server (prefill), then tell the leader."""
+        config, setup = self.config, worker.core.setup
+        if config.bootstrap:
+            self.registration = self._register(setup)
+            worker.problems = self.registration.problems
+            self.registration.start(FIRST_REGISTRATION_S)
+        self.link.send(WorkerHealth(config.rank, worker.problems(), {}))
+        self.link.send(
+            WorkerReady(
+                rank=config.rank,
+                dp_rank=config.dp_rank,
+                incarnation=setup.me.incarnation,
+                control_address=self.channel.address,
+                max_model_len=setup.max_model_len,
+                max_prefill_tokens=setup.limits.max_prefill_tokens,
+                vocab_size=self.runner.vocab_size,
+                num_blocks=setup.placement.num_blocks,
+                transport=setup.transport,
+            )
+        )
+
+    def close(self, linger_s: float) -> list[str]:
+        """Say goodbye, then release. Returns what had to be left behind, usually nothing."""
+        if self.registration is not None:
+            self.registration.close()
+        self.link.close(linger_s)
+        if self.worker is not None:
+            return self.worker.close()
+        self.background.close()
+        left = self.transport.close()
+        self.channel.close()
+        self.runner.shutdown()
+        return left
+
+    def _register(self, setup: CoreSetup) -> Registration:
+        config = self.config
+        client = BootstrapClient(self.clock, token=config.bootstrap_token or None)
+        wanted = rank_registration(config, setup)
+        at = setup.layout.coordinates(config.rank)
+        key = setup.layout.route_key(at)
+
+        def register() -> CallReply:
+            return client.register(config.bootstrap, wanted)
+
+        def deregister() -> CallReply:
+            return client.deregister(config.bootstrap, key, wanted.incarnation)
+
+        return Registration(
+            Registrar(config.bootstrap),
+            register,
+            deregister,
+            self.clock,
+            on_change=self.background.wake,
+        )
+
+
+def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerParts:
+    """Load the model, open transport and sockets. Raises ConfigError, EngineError,
+    TransportError; what was opened before is closed again."""
+    runner = load(config, on_progress)
+    incarnation = Incarnation(os.urandom(16))
+    transport = registry.create(config.transport, incarnation)
+    try:
+        channel = ZmqChannel(config.bind_host, config.advertise_host, thread_id=threading.get_ident)
+        link = WorkerLink(
+            config.link_address,
+            WorkerId(config.rank, incarnation),
+            thread_id=threading.get_ident,
+        )
+    except ConfigError:
+        transport.close()
+        raise
+    return WorkerParts(config, runner, transport, channel, link, Background())
+
+
+def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunner:
+    """The runner that ``model_path`` names. Raises EngineError or ConfigError."""
+    if config.model_path == SIMULATED:
+        from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
+
+        simulated = SimulatedConfig(block_size=config.block_size)
+        if config.max_model_len is not None:
+            simulated = attrs.evolve(simulated, max_model_len=config.max_model_len)
+        return SimulatedRunner(simulated)
+    from pdcore.engine.load import load_runner, resolve_model
+
+    path = Path(config.model_path) if config.model_path is not None else None
+    cache_dir = Path(config.cache_dir)
+    on_progress("loading the model (a first start converts its weights, once)")
+    max_model_len = config.max_model_len
+    if config.max_new_tokens is not None:
+        # R18: what an instance ever needs is its longest prompt and its longest output.
+        trained = resolve_model(path, cache_dir).config.max_model_len
+        longest = config.limits.max_prefill_tokens + config.max_new_tokens
+        max_model_len = min(longest, max_model_len or trained, trained)
+    runner = load_runner(
+        path,
+        config.dtype,
+        config.num_threads,
+        cache_dir=cache_dir,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    on_progress("taking KV memory")
+    return runner
+
+
+def effective_limits(limits: CoreLimits, max_model_len: int) -> CoreLimits:
+    """No prompt is longer than the model allows, one output token included."""
+    longest = min(limits.max_prefill_tokens, max_model_len - 1)
+    chunk = min(limits.prefill_chunk_tokens, longest)
+    return attrs.evolve(limits, max_prefill_tokens=longest, prefill_chunk_tokens=chunk)
+
+
+def num_blocks(config: WorkerConfig, limits: CoreLimits, runner: ModelRunner) -> int:
+    """Blocks of the KV pool, the null block included (R100).
+
+    More than ``max_running`` sequences of full length could use are never taken. Raises
+    ConfigError when one longest prompt does not fit.
+    """
+    spec = runner.kv_cache_spec
+    block_bytes = sum(spec.block_bytes.values())
+    if config.num_blocks is not None:
+        count = config.num_blocks
+    else:
+        available = config.kv_cache_bytes
+        if available is None:
+            available = int(free_memory_bytes() * (config.mem_fraction or 0.0))
+        smallest = min(spec.block_sizes.values())
+        useful = limits.max_running * -(-runner.max_model_len // smallest) + 1
+        count = min(available // block_bytes, useful)
+    for key, block_size in spec.block_sizes.items():
+        room = (count - 1) * block_size - 1
+        if room < limits.max_prefill_tokens:
+            needed = -(-(limits.max_prefill_tokens + 1) // block_size) + 1
+            raise ConfigError(
+                f"the KV pool holds {max(0, room)} tokens ({count} blocks of {block_size}, "
+                f"{key}), but max_prefill_tokens is {limits.max_prefill_tokens}: set "
+                f"scheduler_config.kv_cache_bytes to at least {needed * block_bytes}, or lower "
+                f"scheduler_config.max_prefill_tokens"
+            )
+    return count
+
+
+def free_memory_bytes() -> int:
+    """Memory that is free now, page cache included where the kernel tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    values = {line.partition(":")[0]: line.split()[1] for line in lines}
+    return int(values["MemAvailable"]) << 10
+
+
+def rank_registration(config: WorkerConfig, setup: CoreSetup) -> RankRegistration:
+    """What this rank tells the bootstrap server (R24, D35: layout and model are in it)."""
+    profile = setup.profile()
+    at = setup.layout.coordinates(config.rank)
+    port = int(setup.me.address.rpartition(":")[2])
+    return RankRegistration(
+        attn_tp_size=profile.tp_size,
+        attn_tp_rank=at.tp,
+        attn_cp_size=profile.cp_size,
+        attn_cp_rank=at.cp,
+        attn_dp_size=profile.dp_size,
+        attn_dp_rank=at.dp,
+        rank_ip=config.advertise_host,
+        rank_port=port,
+        block_sizes=dict(profile.block_sizes),
+        kv_cache_dtype=profile.kv_cache_dtype,
+        max_prefill_tokens=profile.max_prefill_tokens,
+        incarnation=setup.me.incarnation.hex(),
+        layout_digest=profile.layout_digest,
+        fingerprint=profile.fingerprint,
+        transport=profile.transport,
+        protocol_min=profile.protocol_min,
+        protocol_max=profile.protocol_max,
+    )
