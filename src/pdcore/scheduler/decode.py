@@ -37,7 +37,7 @@ from pdcore.scheduler.prealloc import Preallocation
 from pdcore.scheduler.queues import finish_reason_of, refusal
 from pdcore.scheduler.running import Running
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import Batch, Failure, GenerateRequest, LeaseId, RoomKey
+from pdcore.types import Batch, Failure, GenerateRequest, LeaseId, PeerRef, RoomKey
 
 
 @attrs.frozen
@@ -83,6 +83,7 @@ class DecodeCore:
         lease = LeaseId(self.setup.me.incarnation, next(self._ids))
         record = DecodeRecord(request, lease, next(self._ids), now, self.setup.quarantine_s)
         self.rooms.add(record)
+        self.rooms.arm_heartbeat(now)
         self.rooms.out.append(ReportAccepted(request.key))
         self.prealloc.add(record, now)
 
@@ -116,7 +117,9 @@ class DecodeCore:
             case TopologyFetched():
                 self.prealloc.record(event, now)
             case PeerLost():
-                self._lose_peer(event, now)
+                self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
+                gone = PeerRef("", 0, event.incarnation, "")
+                self.inbox.lose_peer(gone, event.detail, event.fenced, now)
             case LeaseRevoked():
                 self.inbox.revoke(event, now)
             case _:
@@ -125,10 +128,9 @@ class DecodeCore:
     def handle_timeout(self, now: float) -> None:
         """Deadlines, resends, drains and route retries that are due at ``now``."""
         for kind, key in self.rooms.timers.pop_due(now):
-            if isinstance(key, str):
-                self.prealloc.resolve(key, now)
+            if not isinstance(key, RoomKey):
+                self._handle_common_timer(kind, str(key), now)
                 continue
-            assert isinstance(key, RoomKey)
             record = self.rooms.records.get(key)
             if record is None:
                 continue
@@ -192,15 +194,17 @@ class DecodeCore:
 
     # --- inside -------------------------------------------------------------------------
 
-    def _lose_peer(self, event: PeerLost, now: float) -> None:
-        """Eviction fails exactly the rooms of that process life (architecture, section 2)."""
-        self.prealloc.topologies.forget(event.incarnation)
-        for record in self.rooms.records_of(event.incarnation):
-            lost = failure("peer_lost", f"a prefill rank is gone: {event.detail}")
-            receiver = record.receiver
-            if event.fenced:
-                self.rooms.emit(record, receiver.writer_fenced(event.incarnation), now)
-            self.rooms.emit(record, receiver.failed_locally(lost), now)
+    def _handle_common_timer(self, kind: str, key: str, now: float) -> None:
+        """Timers that belong to no room: a route to retry, the heartbeat."""
+        if kind == "topology":
+            self.prealloc.resolve(key, now)
+            return
+        beats, suspects = self.rooms.peers.beat(self.rooms.needed_peers())
+        self.rooms.out.extend(beats)
+        for peer in suspects:
+            # Whoever comes next asks for the route again: the rank may have moved.
+            self.prealloc.topologies.forget(peer.incarnation)
+        self.rooms.arm_heartbeat(now)
 
     def _commit(self, record: DecodeRecord, outcome: int, now: float) -> None:
         """Apply the group's outcome and what follows from the new state, in one tick."""

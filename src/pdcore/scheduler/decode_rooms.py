@@ -32,6 +32,7 @@ from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import MetadataRecord, hash_token_ids
 from pdcore.kv.plan import lease_ranges
 from pdcore.kv.slots import MetadataSlot, MetadataSlots
+from pdcore.scheduler.peers import PeerBook
 from pdcore.scheduler.queues import RoomBook, RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
@@ -77,6 +78,7 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         super().__init__(setup.limits, setup.group_size)
         self.setup = setup
         self.blocks = blocks
+        self.peers = PeerBook(setup.limits.heartbeat_misses)
         self.slots = MetadataSlots(setup.limits.num_metadata_slots)
         self._endpoint = setup.endpoint()
 
@@ -143,6 +145,15 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         self.free_slot(record)
         return metadata
 
+    def needed_peers(self) -> list[PeerRef]:
+        """Peers that rooms which are not over depend on."""
+        return [
+            part.peer
+            for record in self.records.values()
+            if not record.is_over
+            for part in record.receiver.targets.values()
+        ]
+
     def records_of(self, incarnation: Incarnation) -> list[DecodeRecord]:
         """Records with a target in that process life."""
         return [
@@ -164,6 +175,7 @@ class DecodeInbox:
 
     def receive(self, event: MessageReceived, now: float) -> None:
         peer, message = event.sender, event.message
+        self.rooms.peers.heard(peer.incarnation)
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
@@ -181,6 +193,8 @@ class DecodeInbox:
                 self._restarted(peer, message, now)
             case Heartbeat():
                 self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+            case HeartbeatAck():
+                self._alive(peer, message, now)
             case _:
                 self.num_ignored += 1
 
@@ -221,16 +235,30 @@ class DecodeInbox:
     def _restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
         """The prefill rank lives in another process: its old life will not answer. Proof
         of death, not of quiescence: ask the transport to fence it (rule 2)."""
-        self.restarted.append(message.addressed)
-        record = self.rooms.records.get(message.key)
-        if record is None:
-            return
-        lost = failure("peer_lost", f"prefill {peer.instance} rank {peer.rank} restarted")
-        self.rooms.emit(record, record.receiver.failed_locally(lost), now)
         former = PeerRef(peer.instance, peer.rank, message.addressed, peer.address)
-        self.rooms.out.append(FencePeer(former))
+        self.lose_peer(former, f"{peer.instance} rank {peer.rank} restarted", False, now)
 
     def _answer_stale(self, peer: PeerRef, addressed: Incarnation, message: PeerMessage) -> None:
         self.num_ignored += 1
         if isinstance(message, Claim | Status):
             self.rooms.out.append(SendMessage(peer, Stale(message.key, addressed)))
+        elif isinstance(message, Heartbeat):
+            self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+
+    def _alive(self, peer: PeerRef, message: HeartbeatAck, now: float) -> None:
+        died = self.rooms.peers.answered(peer, message.sequence)
+        if died is not None:
+            self.lose_peer(died.peer, died.detail, False, now)
+
+    def lose_peer(self, peer: PeerRef, detail: str, fenced: bool, now: float) -> None:
+        """Fails exactly the rooms of that process life (architecture, section 2). Without
+        a fence its claims stay open: ask the transport for one (rule 2)."""
+        self.restarted.append(peer.incarnation)
+        for record in self.rooms.records_of(peer.incarnation):
+            receiver = record.receiver
+            if fenced:
+                self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
+            lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
+            self.rooms.emit(record, receiver.failed_locally(lost), now)
+        if not fenced:
+            self.rooms.out.append(FencePeer(peer))

@@ -90,6 +90,7 @@ class PrefillCore:
             self.abort(RoomKey(request.key.room, request.replaces), gone, now)
         sender = Sender(request.key, self.setup.me.incarnation, self._ids)
         self.rooms.add(PrefillRecord(request, sender, next(self._ids), now))
+        self.rooms.arm_heartbeat(now)
         self.rooms.out.append(ReportAccepted(request.key))
         self.inbox.answer_parked(request.key, now)
 
@@ -118,15 +119,19 @@ class PrefillCore:
                 for record, outcome in self.rooms.end_tick(event.sequence, event.votes):
                     self._commit(record, outcome, now)
             case PeerLost():
-                for record in self.rooms.records_of(event.incarnation):
-                    self.abort(record.key, failure("peer_lost", event.detail), now)
+                self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
+                self.inbox.lose_peer(event.incarnation, event.detail, now)
             case _:
                 self.inbox.num_ignored += 1
 
     def handle_timeout(self, now: float) -> None:
         """Deadlines, resends and drains that are due at ``now``."""
         for kind, key in self.rooms.timers.pop_due(now):
-            assert isinstance(key, RoomKey)
+            if not isinstance(key, RoomKey):
+                beats, _ = self.rooms.peers.beat(self.rooms.needed_peers())
+                self.rooms.out.extend(beats)
+                self.rooms.arm_heartbeat(now)
+                continue
             record = self.rooms.records.get(key)
             if record is None:
                 continue

@@ -35,6 +35,7 @@ from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState
 from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import hash_token_ids
+from pdcore.scheduler.peers import PeerBook
 from pdcore.scheduler.posting import PlanError, fill_transfer
 from pdcore.scheduler.queues import ExpiringTable, RoomBook, RoomRecord
 from pdcore.scheduler.sequence import Sequence
@@ -76,6 +77,7 @@ class PrefillRooms(RoomBook[PrefillRecord]):
         super().__init__(setup.limits, setup.group_size)
         self.setup = setup
         self.blocks = blocks
+        self.peers = PeerBook(setup.limits.heartbeat_misses)
         self._handles: dict[int, RoomKey] = {}
         self._destinations: OrderedDict[Incarnation, tuple[bytes, Destination]] = OrderedDict()
 
@@ -113,6 +115,15 @@ class PrefillRooms(RoomBook[PrefillRecord]):
         if record is not None:
             record.mark("transfer_end", now)
             self.emit(record, record.sender.handle_ended(event), now)
+
+    def needed_peers(self) -> list[PeerRef]:
+        """Peers that rooms which are not over depend on."""
+        return [
+            part.peer
+            for record in self.records.values()
+            if not record.is_over
+            for part in record.sender.legs.values()
+        ]
 
     def records_of(self, incarnation: Incarnation) -> list[PrefillRecord]:
         """Records with a leg to that process life."""
@@ -159,6 +170,7 @@ class PrefillInbox:
 
     def receive(self, event: MessageReceived, now: float) -> None:
         peer, message = event.sender, event.message
+        self.rooms.peers.heard(peer.incarnation)
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
@@ -177,6 +189,8 @@ class PrefillInbox:
                     self.rooms.emit(record, record.sender.status_acked(peer.rank), now)
             case Heartbeat():
                 self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+            case HeartbeatAck():
+                self._alive(peer, message, now)
             case Stale():
                 # Decode restarted: nobody will ever grant or acknowledge this again.
                 self._peer_restarted(peer, message, now)
@@ -267,21 +281,30 @@ class PrefillInbox:
         self.rooms.emit(record, event(message.nonce), now)
 
     def _peer_restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
-        record = self.rooms.records.get(message.key)
-        if record is None:
-            self.num_ignored += 1
-            return
-        restarted = failure("peer_lost", f"decode {peer.instance} rank {peer.rank} restarted")
-        self.rooms.emit(record, record.sender.failed_locally(restarted), now)
-        for leg in record.sender.legs.values():
-            if leg.peer.incarnation == message.addressed:
-                self.rooms.emit(record, record.sender.status_acked(leg.peer.rank), now)
+        self.lose_peer(message.addressed, f"{peer.instance} rank {peer.rank} restarted", now)
 
     def _answer_stale(self, peer: PeerRef, addressed: Incarnation, message: PeerMessage) -> None:
         """Proves our restart, nothing else. Answers are never answered."""
         self.num_ignored += 1
         if isinstance(message, Handshake | Cancel):
             self.rooms.out.append(SendMessage(peer, Stale(message.key, addressed)))
+        elif isinstance(message, Heartbeat):
+            self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+
+    def _alive(self, peer: PeerRef, message: HeartbeatAck, now: float) -> None:
+        died = self.rooms.peers.answered(peer, message.sequence)
+        if died is not None:
+            self.lose_peer(died.peer.incarnation, died.detail, now)
+
+    def lose_peer(self, incarnation: Incarnation, detail: str, now: float) -> None:
+        """Fails exactly the rooms of that process life (architecture, section 2)."""
+        for record in self.rooms.records_of(incarnation):
+            lost = failure("peer_lost", f"a decode rank is gone: {detail}")
+            self.rooms.emit(record, record.sender.failed_locally(lost), now)
+            for leg in record.sender.legs.values():
+                if leg.peer.incarnation == incarnation:
+                    # Nobody is left to acknowledge the outcome.
+                    self.rooms.emit(record, record.sender.status_acked(leg.peer.rank), now)
 
     def _status(self, payload: HandshakeFrom, kind: StatusKind, reason: Failure | None) -> None:
         message = payload.message

@@ -205,9 +205,10 @@ class RoomBook(Generic[R]):
             if not attempts:
                 del self._live[key.room]
 
-    def num_live(self) -> int:
-        """Requests without a result yet."""
-        return sum(map(len, self._live.values()))
+    def arm_heartbeat(self, now: float) -> None:
+        """While there are rooms, their peers are asked whether they live."""
+        if self.records and not self.timers.is_armed("heartbeat", "peers"):
+            self.timers.arm("heartbeat", "peers", now + self.limits.heartbeat_interval_s)
 
     # --- results ------------------------------------------------------------------------
 

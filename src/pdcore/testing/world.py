@@ -136,7 +136,8 @@ class World:
     def step(self) -> bool:
         """One loop iteration of every worker; deliver what is due. True when an engine ran."""
         self.network.deliver_due()
-        return any([rank.worker.step(0.0) for rank in self.ranks.values()])
+        worked = [rank.worker.step(0.0) for rank in self.ranks.values()]
+        return any(worked)
 
     def run(self, until: Callable[[], bool], *, max_steps: int = 20_000) -> None:
         """Step, and jump the clock over idle time, until the condition holds.
@@ -158,7 +159,8 @@ class World:
         key = self.submit(prompt, sampling=sampling)
         self.run(lambda: self.decode.result(key) is not None)
         result = self.decode.result(key)
-        assert result is not None and result.failure is None, result
+        assert result is not None
+        assert result.failure is None, result
         return self.decode.tokens(key)
 
     def settle(self) -> None:
