@@ -22,7 +22,7 @@ from pdcore.types import NULL_BLOCK
 class Budget:
     """A tentative account of free blocks, so that a tick can vote before it allocates.
 
-    R95: ``need`` is granted iff, for every manager key,
+    R95: ``need`` is granted iff, for every manager key of which it wants any block,
     ``need <= free - ceil(reserved / block_size) * requests that hold blocks``. Each
     grant counts as one more holder, as if it had been allocated.
     """
@@ -39,7 +39,7 @@ class Budget:
         return self.free[key] - self.reserve[key] * self.holders
 
     def fits(self, need: Mapping[str, int]) -> bool:
-        return all(count <= self.available(key) for key, count in need.items())
+        return all(count == 0 or count <= self.available(key) for key, count in need.items())
 
     def try_take(self, need: Mapping[str, int]) -> bool:
         """Grant ``need`` (manager key -> blocks) entirely, or leave the account alone."""
@@ -63,6 +63,11 @@ def _end(computed: int, new: int, lookahead: int, max_model_len: int) -> int:
             f"token counts must be >= 0: computed {computed}, new {new}, lookahead {lookahead}"
         )
     return min(computed + new + lookahead, max_model_len)
+
+
+def _has_room(need: int, free: int, reserved: int) -> bool:
+    """R95; who needs no block of a key takes nothing from anybody's head-room."""
+    return need == 0 or need <= free - reserved
 
 
 class KVTables:
@@ -115,10 +120,11 @@ class KVTables:
         holders = self.num_holders if reserved else 0
         pinned = seq_id in self._leased
         return all(
-            t.need(seq_id, computed, total)
-            <= t.pool.num_free
-            + (0 if pinned else t.recyclable(seq_id, computed))
-            - t.reserve(reserved) * holders
+            _has_room(
+                t.need(seq_id, computed, total),
+                t.pool.num_free + (0 if pinned else t.recyclable(seq_id, computed)),
+                t.reserve(reserved) * holders,
+            )
             for t in self._by_key.values()
         )
 
@@ -217,8 +223,11 @@ class KVBlocks(KVTables):
         for tables in self._by_key.values():
             if not pinned:
                 tables.recycle(seq_id, computed)
-            room = tables.pool.num_free - tables.reserve(reserved) * holders
-            fits = fits and tables.need(seq_id, computed, total) <= room
+            fits = fits and _has_room(
+                tables.need(seq_id, computed, total),
+                tables.pool.num_free,
+                tables.reserve(reserved) * holders,
+            )
         if not fits:
             return False
         for tables in self._by_key.values():

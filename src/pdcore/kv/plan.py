@@ -201,11 +201,13 @@ def lease_ranges(
     """Byte ranges [start, end) of these blocks per region, shape (n, 2), int64, sorted,
     disjoint, touching ones merged: what a lease on them allows. Null blocks are left out.
 
-    Raises IncompatibleError for an id outside the pool.
+    Raises IncompatibleError for a missing manager key or an id outside the pool.
     """
     found: dict[int, list[Int64Array]] = {}
     real: dict[str, Int64Array] = {}
     for key in spec.block_sizes:
+        if key not in block_ids:
+            raise IncompatibleError(f"block ids: none for manager key {key!r}")
         ids = _real_ids(key, block_ids[key], placement.num_blocks)
         real[key] = ids[ids != NULL_BLOCK]
     for i, entry in enumerate(spec.entries):

@@ -1,7 +1,8 @@
 """Admission on decode: who gets blocks and a metadata slot now (R69, R70, R95).
 
 Rule: a request is admitted iff for every manager key
-``need <= free - ceil(num_reserved / block_size) * requests that hold blocks``.
+``need <= free - ceil(num_reserved / block_size) * requests that hold blocks``
+(:class:`pdcore.kv.cache.Budget`).
 Who does not fit is skipped, not waited for, so no head blocks others that fit. Skipping
 alone would starve a large request while small ones keep coming. So who has been passed
 over for ``patience`` ticks gets its blocks earmarked: what is free counts for it first,
@@ -23,16 +24,6 @@ from pdcore.kv.cache import Budget
 PATIENCE_TICKS: Final = 128
 
 K = TypeVar("K", bound=Hashable)
-
-
-def reserved_blocks(num_reserved_tokens: int, block_size: int, num_holders: int) -> int:
-    """R70: blocks that newcomers must leave to requests that already hold blocks."""
-    return -(-num_reserved_tokens // block_size) * num_holders
-
-
-def is_admissible(need: int, free: int, reserved: int) -> bool:
-    """R70 for one manager key: ``required > free - reserved`` is not admitted."""
-    return need <= free - reserved
 
 
 def choose_admissions(
