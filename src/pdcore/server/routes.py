@@ -18,7 +18,7 @@ from pdcore.fsm.events import TopologyFetched
 
 #: Instances remembered; more only cost the bytes of a route again.
 MAX_CACHED: Final = 256
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Client(Protocol):
@@ -33,7 +33,7 @@ class RouteFetcher:
 
     def __init__(self, client: Client, allowed: Collection[str] = ()) -> None:
         self._client = client
-        self._allowed = frozenset(allowed) or _LOOPBACK
+        self._allowed = frozenset(allowed) or LOOPBACK_HOSTS
         self._known: OrderedDict[str, tuple[str, Route]] = OrderedDict()
         self._lock = threading.Lock()
 

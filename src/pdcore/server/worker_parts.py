@@ -22,7 +22,7 @@ from pdcore.engine.base import ModelRunner
 from pdcore.errors import ConfigError
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.server.registration import Registration
-from pdcore.server.routes import RouteFetcher
+from pdcore.server.routes import LOOPBACK_HOSTS, RouteFetcher
 from pdcore.transports import registry
 from pdcore.transports.base import Transport
 from pdcore.types import Incarnation, Role
@@ -60,7 +60,10 @@ class WorkerParts:
             limits=limits,
             sources=(self.channel, self.link),
             clock=self.clock,
-            fetch_route=RouteFetcher(BootstrapClient(self.clock), config.allowed_bootstraps),
+            fetch_route=RouteFetcher(
+                BootstrapClient(self.clock),
+                config.allowed_bootstraps or (*LOOPBACK_HOSTS, config.advertise_host),
+            ),
         )
         self.worker = build_worker(
             self.runner, self.transport, self.channel, port, options, background=self.background
@@ -158,8 +161,9 @@ def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunne
     cache_dir = Path(config.cache_dir)
     on_progress("loading the model (a first start converts its weights, once)")
     max_model_len = config.max_model_len
-    if config.max_new_tokens is not None:
-        # R18: what an instance ever needs is its longest prompt and its longest output.
+    if config.max_new_tokens is not None and config.role == Role.DECODE.value:
+        # R18: what decode ever needs is its longest prompt and its longest output. Prefill
+        # makes one token, whatever the request asks for.
         trained = resolve_model(path, cache_dir).config.max_model_len
         longest = config.limits.max_prefill_tokens + config.max_new_tokens
         max_model_len = min(longest, max_model_len or trained, trained)

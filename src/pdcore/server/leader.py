@@ -1,0 +1,222 @@
+"""The leader of one instance: HTTP app, dispatcher, bootstrap server, and its workers.
+
+Order (R8, D34, D44): sockets are bound first, so that port 0 is known; the bootstrap server
+listens before a worker is spawned; the instance is ready when every rank said so (R10).
+Stopping (D59): nothing new is taken, workers drain, what is left fails with
+``shutting_down``, then sockets close. It all happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import attrs
+from starlette.types import ASGIApp
+
+from pdcore.assembly import SystemClock
+from pdcore.config import InstanceConfig, worker_config
+from pdcore.control.link import LeaderLink
+from pdcore.control.messages import WorkerMessage, WorkerReady
+from pdcore.control.rank_table import RankTable, RankTableConfig
+from pdcore.control.zmq import bracketed
+from pdcore.fsm.states import InstanceState
+from pdcore.server.bootstrap import create_bootstrap_app
+from pdcore.server.dispatcher import Dispatcher, DispatcherLimits
+from pdcore.server.instance import InstanceOptions, create_instance_app
+from pdcore.server.launch import Supervisor, cpu_slice
+from pdcore.server.leg import LegOptions
+from pdcore.server.models import load_text
+from pdcore.server.process import Bound, Child, Failed, Health, Progress, Ready, Report, spawn
+from pdcore.server.serve import AppServer, bind, port_of
+from pdcore.server.workers import WorkerRegistry
+from pdcore.topology import ParallelLayout, place_node
+from pdcore.types import Role
+
+_log: Final = logging.getLogger(__name__)
+WORKER_MODULE: Final = "pdcore.server.worker_main"
+#: HTTP answers of failed requests still leave after the workers are gone.
+LAST_ANSWERS_S: Final = 2.0
+
+
+@attrs.frozen
+class Place:
+    """Folders of this process: converted weights, and the logs of its workers."""
+
+    cache_dir: Path
+    run_dir: Path
+
+
+class Leader:
+    """Built in a running loop. ``report`` hears what a person or a parent must know."""
+
+    def __init__(
+        self, config: InstanceConfig, place: Place, report: Callable[[Report], None]
+    ) -> None:
+        """Binds every socket. Raises ConfigError for an address that cannot be had and for
+        a configuration that is not served."""
+        config.require_served()
+        self.config = config
+        self._place = place
+        self._report = report
+        disagg, parallel = config.disagg, config.parallel
+        self.node = place_node(
+            parallel.world_size, disagg.devices_per_node, disagg.node_index, disagg.ips
+        )
+        self._listener = bind(disagg.host, disagg.port)
+        host = bracketed(disagg.local_ip)
+        self.instance = f"{host}:{port_of(self._listener)}"
+        is_prefill = disagg.role == Role.PREFILL.value
+        self._bootstrap = bind(disagg.host, disagg.bootstrap_port) if is_prefill else None
+        self.bootstrap = f"{host}:{port_of(self._bootstrap)}" if self._bootstrap else ""
+        self._token = secrets.token_urlsafe(24)
+        self._link = LeaderLink(self._on_message, port=disagg.link_port)
+        self._clock = SystemClock()
+        self.dispatcher = Dispatcher(
+            self._link,
+            WorkerRegistry(parallel.world_size, parallel.dp_size),
+            clock=self._clock,
+            limits=DispatcherLimits(
+                clock_skew_s=config.limits.clock_skew_s,
+                history_cap=config.limits.tombstone_cap,
+                history_ttl_s=config.limits.tombstone_ttl_s,
+                resend_initial_s=config.limits.resend_initial_s,
+                resend_max_s=config.limits.resend_max_s,
+            ),
+            on_kill=self.kill,
+        )
+        first = self.node.rank_offset
+        self.supervisor = Supervisor(
+            self._spawn,
+            range(first, first + self.node.local_world_size),
+            config.server,
+            on_lost=self._on_lost,
+            on_progress=lambda rank, text: report(Progress(f"worker {rank}: {text}")),
+        )
+        self._problems: list[str] | None = None
+        self._was_ready = False
+
+    async def run(self, stopping: asyncio.Event) -> int:
+        """Serve until ``stopping`` is set or the workers give up; returns the exit status."""
+        self._report(Bound(self.instance, self.bootstrap))
+        servers = [AppServer(app, sock) for app, sock in await self._apps(stopping)]
+        started: list[AppServer] = []
+        reason = ""
+        try:
+            await self._link.start()
+            for server in servers:
+                started.append(server)
+                await server.start()
+            self.supervisor.run()
+            reason = await self._until_over(stopping)
+        finally:
+            await self._drain()
+            await asyncio.gather(*(server.stop(LAST_ANSWERS_S) for server in started))
+            self._link.close(linger_s=0.2)
+        if reason:
+            self._report(Failed(reason))
+            return 1
+        return 0
+
+    def kill(self) -> None:
+        """End the workers now: the second Ctrl-C, or draining that took too long."""
+        self.supervisor.kill()
+
+    async def _apps(self, stopping: asyncio.Event) -> list[tuple[ASGIApp, socket.socket]]:
+        config = self.config
+        text = await asyncio.to_thread(load_text, config.model, self._place.cache_dir)
+        leg = LegOptions(
+            role=Role(config.disagg.role),
+            instance=self.instance,
+            request_timeout_s=config.server.request_timeout_s,
+            max_body_bytes=config.server.max_body_bytes,
+            allowed_bootstraps=frozenset(config.disagg.allowed_bootstraps),
+            local_hosts=frozenset({config.disagg.local_ip}),
+        )
+        options = InstanceOptions(leg=leg, bootstrap=self.bootstrap)
+        app = create_instance_app(options, text, self.dispatcher, clock=self._clock)
+        apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._listener)]
+        if self._bootstrap is not None:
+            parallel = config.parallel
+            layout = ParallelLayout(
+                parallel.world_size, parallel.attn_tp_size, parallel.cp_size, parallel.pp_size
+            )
+            table = RankTable(RankTableConfig(self.instance, layout))
+            apps.insert(0, (create_bootstrap_app(table, self._clock, self._token), self._bootstrap))
+        return apps
+
+    async def _until_over(self, stopping: asyncio.Event) -> str:
+        """Why the instance ends by itself; empty when it was told to stop."""
+
+        async def told() -> str:
+            await stopping.wait()
+            return ""
+
+        asked = asyncio.ensure_future(told())
+        try:
+            done, _ = await asyncio.wait(
+                [asked, self.supervisor.gave_up], return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            asked.cancel()
+        return "" if asked in done else self.supervisor.gave_up.result()
+
+    async def _drain(self) -> None:
+        drain_s = self.config.server.drain_s
+        self.dispatcher.drain(drain_s)
+        await self.supervisor.stop(drain_s)
+        self.dispatcher.stop()
+
+    def _spawn(self, rank: int) -> Child:
+        config, local_rank = self.config, rank - self.node.rank_offset
+        cores: tuple[int, ...] = ()
+        if config.server.pin_cpus and sys.platform == "linux":
+            allowed = sorted(os.sched_getaffinity(0))
+            cores = cpu_slice(allowed, local_rank, self.node.local_world_size)
+        told = worker_config(
+            config,
+            instance=self.instance,
+            rank=rank,
+            local_rank=local_rank,
+            link_address=self._link.address,
+            bootstrap=self.bootstrap,
+            bootstrap_token=self._token,
+            parent_pid=os.getpid(),
+            cache_dir=str(self._place.cache_dir),
+            cpu_cores=cores,
+        )
+        return spawn(
+            f"{config.disagg.role} worker {rank}",
+            WORKER_MODULE,
+            told.encode(),
+            log=self._place.run_dir / f"log_{rank}.log",
+            num_threads=config.model.num_threads,
+        )
+
+    def _on_message(self, rank: int, message: WorkerMessage) -> None:
+        self.dispatcher.on_message(rank, message)
+        if isinstance(message, WorkerReady) and rank in self.supervisor.pids():
+            self.supervisor.mark_ready(rank)
+        self._report_changes()
+
+    def _on_lost(self, rank: int, detail: str) -> None:
+        self.dispatcher.on_lost(rank, detail)
+        self._report_changes()
+
+    def _report_changes(self) -> None:
+        workers = self.dispatcher.workers
+        problems = workers.problems()
+        if problems == self._problems:
+            return
+        self._problems = problems
+        if workers.state is InstanceState.READY and not self._was_ready:
+            self._was_ready = True
+            self._report(Ready())
+        self._report(Health(problems))
