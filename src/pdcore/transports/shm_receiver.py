@@ -1,0 +1,100 @@
+"""The receiving half of the shm transport: our segments, who has them, what they may."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from pdcore.transports.base import Notification, Region
+from pdcore.transports.regions import RegionTable
+from pdcore.transports.shm_door import Door, Shared
+from pdcore.transports.shm_links import Link, LinkSet
+from pdcore.transports.shm_segment import Segment, create_segment
+from pdcore.transports.shm_wire import SharedRegion, pack_revoke, unpack_lease
+from pdcore.types import Incarnation, LeaseId
+
+
+class Receiver:
+    """Calls come from the owner's thread, but for ``_share``, which the door's calls."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        regions: RegionTable,
+        links: LinkSet,
+        named_directory: str | None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._regions = regions
+        self._links = links
+        self._named_directory = named_directory
+        self._segments: dict[int, Segment] = {}
+        #: Held while descriptors are handed over, and while one is closed.
+        self._sharing = threading.Lock()
+        self._door: Door | None = None
+
+    def allocate(self, size_bytes: int) -> Region:
+        segment = create_segment(size_bytes, self._incarnation, self._named_directory)
+        region = self._regions.add(segment.buffer, target=True)
+        with self._sharing:
+            self._segments[region.region_id] = segment
+        return region
+
+    def withdraw(self, region: Region) -> None:
+        """No later peer gets it; the pages live until the last mapping is gone."""
+        with self._sharing:
+            segment = self._segments.pop(region.region_id, None)
+            if segment is not None:
+                os.close(segment.fd)
+
+    def address(self) -> bytes:
+        if self._door is None:
+            self._door = Door(self._incarnation, self._share, self._links.ring)
+        return self._door.address.encode()
+
+    def welcome(self) -> None:
+        """Adopt the connections that the door answered."""
+        if self._door is not None:
+            for arrival in self._door.arrivals():
+                link = Link(arrival.sock, arrival.incarnation, arrival.process)
+                self._links.add(link, arrival.pidfd)
+
+    def revoke(self, lease: LeaseId) -> None:
+        """Tell every sender to stop; only they can say when they did."""
+        self._regions.revoke(lease)
+        self.welcome()
+        for link in self._links.links():
+            self._links.send(link, pack_revoke(lease))
+
+    def notified(self, link: Link, body: bytes) -> Notification | None:
+        """A wake-up for a lease that is over, or never was, wakes nobody."""
+        lease, payload = unpack_lease(body)
+        if self._regions.granted(lease) is None:
+            return None
+        return Notification(link.incarnation, payload)
+
+    def close(self, timeout_s: float) -> list[str]:
+        left = []
+        if self._door is not None and not self._door.close(timeout_s):
+            left.append("the thread that answers connections")
+        with self._sharing:
+            for segment in self._segments.values():
+                os.close(segment.fd)
+            self._segments.clear()
+        return left
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors that are copies of the parent's."""
+        if self._door is not None:
+            self._door.abandon()
+        for segment in self._segments.values():
+            os.close(segment.fd)
+
+    def _share(self, hand_over: Callable[[Shared], None]) -> None:
+        with self._sharing:
+            shared = [
+                (SharedRegion(region_id, s.size_bytes, s.offset, s.sealed), s.fd)
+                for region_id, s in sorted(self._segments.items())
+            ]
+            hand_over(shared)

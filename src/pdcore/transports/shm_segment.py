@@ -1,0 +1,261 @@
+"""Shared segments that cannot be resized, outlive no owner and are not inherited.
+
+Rules, each with the trap it avoids (all reproduced on Python 3.11):
+
+- anonymous memfd: no name to collide with or to leave behind; freed by the kernel after
+  any kind of death (multiprocessing.shared_memory registers attachers with a tracker
+  that unlinks the owner's live segment);
+- posix_fallocate before mapping: too little memory is an error now, not a SIGBUS at the
+  first touch; seals against resizing for the same reason;
+- MADV_DONTFORK: a forked child would keep writing after its parent's pidfd said dead;
+- never ``mmap.close()``: a view that still exists would be a SIGSEGV. Dropping the last
+  reference unmaps;
+- both sides touch every page before the first transfer, or that looks 20 times slower.
+
+Where memfd is missing, a file in /dev/shm takes its place. It loses its name before
+anybody hears of it (peers get the descriptor), so only a crash between two system calls
+leaves one behind; ``sweep_stale`` removes those.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+import struct
+import time
+from typing import Final
+
+import attrs
+import numpy as np
+
+from pdcore.errors import TransportError
+from pdcore.transports.process_proof import boot_id, this_process
+from pdcore.types import Incarnation
+
+NAMED_DIRECTORY: Final = "/dev/shm"
+HEADER_BYTES: Final = mmap.PAGESIZE
+#: How long a peer may spend on touching pages while it connects; the rest comes lazily.
+ATTACH_PREFAULT_S: Final = 0.5
+
+#: From linux/mman.h (5.14); not in Python's mmap module.
+_MADV_POPULATE_WRITE: Final = 23
+_PREFAULT_STEP: Final = 16 << 20
+#: magic, version, incarnation, owner's pid and start time.
+_HEADER: Final = struct.Struct("<8sI16sIQ")
+_HEADER_MAGIC: Final = b"PDCOREKV"
+
+
+@attrs.frozen(eq=False)
+class Segment:
+    """One mapping. ``fd`` is what peers get (-1 on the attached side); the segment lives
+    as long as ``buffer`` or a view of it does."""
+
+    size_bytes: int
+    #: Where the data starts in the file.
+    offset: int
+    sealed: bool
+    fd: int
+    buffer: memoryview = attrs.field(repr=False)
+
+
+def create_segment(
+    size_bytes: int, incarnation: Incarnation, named_directory: str | None = None
+) -> Segment:
+    """Zeroed, reserved, sealed, touched. ``named_directory`` forces the named fallback.
+
+    Raises TransportError when there is not that much memory, or no way to share it.
+    """
+    _check_size(size_bytes)
+    if named_directory is None and not memfd_works():
+        named_directory = NAMED_DIRECTORY
+    if named_directory is None:
+        offset, fd = 0, os.memfd_create("pdcore-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        offset, fd = HEADER_BYTES, _create_named(named_directory, incarnation)
+    try:
+        _reserve(fd, offset + size_bytes, named_directory)
+        buffer = _map(fd, offset, size_bytes, limit_s=None)
+        if named_directory is None:
+            _seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Segment(size_bytes, offset, named_directory is None, fd, buffer)
+
+
+def attach_segment(fd: int, size_bytes: int, offset: int, *, sealed: bool) -> Segment:
+    """Map a peer's segment after checking that it is what was announced. Takes ``fd``
+    over and closes it. Raises TransportError for another size, owner or missing seals."""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != offset + size_bytes:
+            raise TransportError(
+                f"the peer's segment has {found.st_size} bytes, {offset + size_bytes} announced"
+            )
+        if found.st_uid != os.geteuid():
+            raise TransportError(f"the peer's segment belongs to uid {found.st_uid}")
+        if offset not in (0, HEADER_BYTES):
+            raise TransportError(f"the peer's segment starts at {offset}")
+        if sealed and not _is_sealed(fd):
+            raise TransportError("the peer's segment can be resized: its seals are missing")
+        buffer = _map(fd, offset, size_bytes, limit_s=ATTACH_PREFAULT_S)
+    except OSError as error:
+        raise TransportError(f"mapping the peer's segment: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    return Segment(size_bytes, offset, sealed, -1, buffer)
+
+
+def memfd_works() -> bool:
+    try:
+        os.close(os.memfd_create("pdcore-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def available_bytes() -> int:
+    """What can be allocated without driving the machine, or our cgroup, out of memory."""
+    limit = 1 << 62
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                limit = int(line.split()[1]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            ceiling = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+    except (OSError, ValueError):
+        return limit
+    return limit if ceiling == "max" else min(limit, int(ceiling) - used)
+
+
+def sweep_stale(directory: str = NAMED_DIRECTORY) -> list[str]:
+    """Remove named segments of ours whose owner is gone; the names removed.
+
+    The owner holds a lock for life and the kernel drops it on any death, so whoever
+    gets the lock may unlink. A file without our header is not ours, or not finished.
+    """
+    import fcntl
+
+    prefix = f"pdcore-{os.geteuid()}-"
+    removed: list[str] = []
+    try:
+        names = [name for name in os.listdir(directory) if name.startswith(prefix)]
+    except OSError:
+        return removed
+    for name in names:
+        path = os.path.join(directory, name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(fd).st_uid == os.geteuid()
+            if mine and os.pread(fd, len(_HEADER_MAGIC), 0) == _HEADER_MAGIC:
+                os.unlink(path)
+                removed.append(name)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _create_named(directory: str, incarnation: Incarnation) -> int:
+    """A locked file without a name. Raises TransportError."""
+    import fcntl
+
+    owner = this_process()
+    name = f"pdcore-{os.geteuid()}-{boot_id().hex()[:8]}-{owner.pid}-{secrets.token_hex(8)}"
+    path = os.path.join(directory, name)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise TransportError(f"cannot create a segment in {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.pwrite(fd, _HEADER.pack(_HEADER_MAGIC, 1, incarnation, *owner), 0)
+    except OSError as error:
+        os.close(fd)
+        raise TransportError(f"cannot write to {directory}: {error.strerror}") from error
+    finally:
+        os.unlink(path)
+    return fd
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes <= 0:
+        raise TransportError(f"size_bytes must be positive, got {size_bytes}")
+    free = available_bytes()
+    if size_bytes > free:
+        raise TransportError(
+            f"not enough memory for a segment of {size_bytes} bytes: {free} are available; "
+            "configure fewer KV blocks"
+        )
+
+
+def _reserve(fd: int, total_bytes: int, named_directory: str | None) -> None:
+    while True:
+        try:
+            os.posix_fallocate(fd, 0, total_bytes)
+            return
+        except InterruptedError:
+            continue
+        except OSError as error:
+            where = named_directory or "memory"
+            hint = (
+                f"; {where} is too small (containers often give /dev/shm 64 MiB)"
+                if named_directory and error.errno == errno.ENOSPC
+                else "; configure fewer KV blocks"
+            )
+            raise TransportError(
+                f"cannot reserve {total_bytes} bytes in {where}: {error.strerror}{hint}"
+            ) from error
+
+
+def _seal(fd: int) -> None:
+    import fcntl
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _is_sealed(fd: int) -> bool:
+    import fcntl
+
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:
+        return False
+
+
+def _map(fd: int, offset: int, size_bytes: int, limit_s: float | None) -> memoryview:
+    try:
+        mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"cannot map {size_bytes} bytes: {error}") from error
+    # Before the first page is there, so that no fork can ever share one.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    _prefault(mapping, size_bytes, limit_s)
+    return memoryview(mapping)
+
+
+def _prefault(mapping: mmap.mmap, size_bytes: int, limit_s: float | None) -> None:
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    for start in range(0, size_bytes, _PREFAULT_STEP):
+        length = min(_PREFAULT_STEP, size_bytes - start)
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+        except OSError:
+            # An older kernel: reading one byte of each page maps it just as well.
+            np.frombuffer(mapping, np.uint8, length, start)[:: mmap.PAGESIZE].max()
+        if deadline is not None and time.monotonic() > deadline:
+            return

@@ -1,0 +1,241 @@
+"""The sending half of the shm transport: sessions, handles, and their ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pdcore.errors import PeerGone, TransportError
+from pdcore.kv.plan import WriteBatch
+from pdcore.transports.base import (
+    Completion,
+    HandleStatus,
+    PeerSession,
+    RemoteLease,
+    TransportEvent,
+)
+from pdcore.transports.check import CopyPlan, plan_copies
+from pdcore.transports.copy import ByteArray, copy_steps
+from pdcore.transports.descriptor import EndpointDescriptor
+from pdcore.transports.process_proof import ProcessKey, boot_id, open_pidfd, this_process
+from pdcore.transports.regions import RegionTable
+from pdcore.transports.shm_links import DISCONNECT, MAX_OUTBOX, Link, LinkSet
+from pdcore.transports.shm_mover import Ended, Job, Mover, advance
+from pdcore.transports.shm_segment import attach_segment
+from pdcore.transports.shm_wire import (
+    MAX_PAYLOAD_BYTES,
+    Hello,
+    SharedRegion,
+    credentials,
+    decode_address,
+    dial,
+    pack_hello,
+    pack_notify,
+    receive_regions,
+)
+from pdcore.types import Incarnation, LeaseId
+
+#: Copied by ``submit`` itself: waking a thread takes longer than copying so little.
+INLINE_BYTES: Final = 512 * 1024
+INLINE_PIECES: Final = 64
+
+
+class Sender:
+    """Calls come from the owner's thread; ``events`` is the owner's list to append to."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        regions: RegionTable,
+        links: LinkSet,
+        events: list[TransportEvent],
+        connect_timeout_s: float,
+    ) -> None:
+        self._incarnation = incarnation
+        self._regions = regions
+        self._links = links
+        self._events = events
+        self._connect_timeout_s = connect_timeout_s
+        self._mover = Mover(links.ring)
+        self._sessions: dict[int, Link] = {}
+        self._jobs: dict[int, tuple[Link, Job]] = {}
+        self._ids = itertools.count(1)
+
+    def connect(self, descriptor: EndpointDescriptor) -> PeerSession:
+        link, pidfd = _open_link(self._incarnation, descriptor, self._connect_timeout_s)
+        self._links.add(link, pidfd)
+        session = PeerSession(next(self._ids), descriptor.incarnation)
+        self._sessions[session.session_id] = link
+        return session
+
+    def disconnect(self, session: PeerSession) -> None:
+        link = self._sessions.pop(session.session_id, None)
+        if link is None:
+            return
+        self._stop_jobs(link, HandleStatus.FAILED, "disconnected")
+        if link.open:
+            self._links.send(link, DISCONNECT)
+            self._links.drop(link)
+        if all(other.incarnation != link.incarnation for other in self._links.links()):
+            self._links.forget(link.process, link.incarnation)
+
+    def submit(
+        self,
+        session: PeerSession,
+        batches: Sequence[WriteBatch],
+        lease: RemoteLease,
+        notify: bytes | None,
+    ) -> int:
+        link = self._sessions.get(session.session_id)
+        if link is None or not link.open:
+            raise PeerGone("the session is closed or its peer is gone: connect again")
+        if lease.lease in link.revoked:
+            raise TransportError(f"{lease.lease} was revoked by the receiver")
+        if notify is not None:
+            _check_notify(link, notify)
+        plan = plan_copies(batches, self._regions.sizes, link.sizes, lease)
+        job = Job(
+            next(self._ids),
+            link,
+            copy_steps(plan, self._regions.arrays, link.arrays),
+            lease.lease,
+            notify,
+            tuple(pair.local_region for pair in plan.pairs),
+        )
+        if not link.jobs and _is_small(plan):
+            ended = advance(job)
+            while ended is None:
+                ended = advance(job)
+            self._report(link, ended)
+            self._links.ring()
+        else:
+            self._regions.pin(job.local_regions)
+            link.jobs[job.handle] = job
+            self._jobs[job.handle] = link, job
+            self._mover.submit(job)
+        return job.handle
+
+    def cancel(self, handle: int) -> None:
+        found = self._jobs.get(handle)
+        if found is not None and found[1].stop is None:
+            found[1].stop = HandleStatus.CANCELLED, "cancelled"
+
+    def collect(self) -> None:
+        """Report what the mover finished; notifications go out in the same order."""
+        for ended in self._mover.drain():
+            link, job = self._jobs.pop(ended.job.handle)
+            del link.jobs[job.handle]
+            self._regions.unpin(job.local_regions)
+            self._report(link, ended)
+
+    def lost(self, link: Link, why: str) -> None:
+        """The connection is over: whatever is left of its handles fails."""
+        self._stop_jobs(link, HandleStatus.FAILED, why)
+
+    def revoked(self, link: Link, lease: LeaseId) -> None:
+        """The receiver wants a lease back: stop now, refuse later. What was written
+        already, only our completions can tell."""
+        link.note_revoked(lease)
+        for job in link.jobs.values():
+            if job.lease == lease and job.stop is None:
+                job.stop = HandleStatus.FAILED, "the receiver revoked the lease"
+
+    def close(self, timeout_s: float) -> list[str]:
+        for _, job in self._jobs.values():
+            if job.stop is None:
+                job.stop = HandleStatus.CANCELLED, "closed"
+        ended = self._mover.close(timeout_s)
+        self.collect()
+        self._sessions.clear()
+        if ended:
+            return []
+        return [f"handle {handle}: still copying" for handle in self._jobs]
+
+    def _report(self, link: Link, ended: Ended) -> None:
+        job = ended.job
+        if ended.status is HandleStatus.DONE and job.notify is not None:
+            self._links.send(link, pack_notify(job.lease, job.notify))
+        self._events.append(Completion(job.handle, ended.status, True, ended.detail))
+
+    def _stop_jobs(self, link: Link, status: HandleStatus, why: str) -> None:
+        for job in link.jobs.values():
+            if job.stop is None:
+                job.stop = status, why
+
+
+def _is_small(plan: CopyPlan) -> bool:
+    pieces = sum(len(pair.pieces) for pair in plan.pairs)
+    return plan.num_bytes <= INLINE_BYTES and pieces <= INLINE_PIECES
+
+
+def _check_notify(link: Link, notify: bytes) -> None:
+    if len(notify) > MAX_PAYLOAD_BYTES:
+        raise TransportError(f"notify has {len(notify)} bytes, at most {MAX_PAYLOAD_BYTES}")
+    waiting = len(link.outbox) + len(link.jobs)
+    if waiting >= MAX_OUTBOX:
+        raise TransportError(
+            f"the peer has not read {waiting} notifications: stopped, or overloaded"
+        )
+
+
+def _open_link(
+    mine: Incarnation, descriptor: EndpointDescriptor, timeout_s: float
+) -> tuple[Link, int]:
+    """Dial, prove who answers, take over its segments. Raises PeerGone, TransportError."""
+    address = decode_address(descriptor.blob)
+    if address.boot_id != boot_id():
+        raise TransportError("the peer is on another host: shm works within one host only")
+    deadline = time.monotonic() + timeout_s
+    sock = dial(address.name, timeout_s)
+    pidfd = -1
+    try:
+        pid, uid = credentials(sock)
+        if uid != os.geteuid():
+            raise TransportError(f"the peer runs as uid {uid}, this process as {os.geteuid()}")
+        process = ProcessKey(pid, address.process.start_ticks)
+        pidfd = open_pidfd(process)
+        hello = Hello(mine, descriptor.incarnation, this_process().start_ticks)
+        sock.sendall(pack_hello(hello))
+        shared = receive_regions(sock, deadline)
+        arrays = _attach(shared, descriptor.regions)
+    except OSError as error:
+        _hang_up(sock, pidfd)
+        raise PeerGone(f"the peer closed the connection: {error.strerror}") from error
+    except TransportError:
+        _hang_up(sock, pidfd)
+        raise
+    sizes = {region: len(array) for region, array in arrays.items()}
+    return Link(sock, descriptor.incarnation, process, arrays, sizes), pidfd
+
+
+def _hang_up(sock: socket.socket, pidfd: int) -> None:
+    sock.close()
+    if pidfd >= 0:
+        os.close(pidfd)
+
+
+def _attach(
+    shared: list[tuple[SharedRegion, int]], published: dict[int, int]
+) -> dict[int, ByteArray]:
+    """Map what the peer handed over. Raises TransportError when the descriptor names
+    other regions than it has; no descriptor stays open then."""
+    fds = [fd for _, fd in shared]
+    found = {region.region_id: region.size_bytes for region, _ in shared}
+    arrays: dict[int, ByteArray] = {}
+    try:
+        if not published.items() <= found.items():
+            raise TransportError("stale descriptor: it names regions the peer does not have")
+        for region, fd in shared:
+            fds.remove(fd)
+            segment = attach_segment(fd, region.size_bytes, region.offset, sealed=region.sealed)
+            arrays[region.region_id] = np.frombuffer(segment.buffer, np.uint8)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return arrays

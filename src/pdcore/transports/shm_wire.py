@@ -1,0 +1,233 @@
+"""Frames between shm transports, and how one dials the other.
+
+An AF_UNIX SOCK_SEQPACKET socket keeps frames whole, passes descriptors, and ends when
+its process does. Its name is abstract (no file to leave behind) and random; the kernel
+says which process is at the other end, and only our own uid is answered.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+import time
+from typing import Final
+
+import attrs
+
+from pdcore.errors import PeerGone, TransportError
+from pdcore.transports.process_proof import ProcessKey
+from pdcore.types import Incarnation, LeaseId
+
+MAGIC: Final = b"PDSM"
+VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 65536
+#: sun_path holds 108 bytes; the abstract name takes a leading zero.
+MAX_ADDRESS_BYTES: Final = 107
+#: The kernel passes at most 253 descriptors in one message.
+REGIONS_PER_FRAME: Final = 200
+
+_HEAD: Final = struct.Struct("<4sBB")
+_HELLO: Final = struct.Struct("<16s16sQ")
+_REGION: Final = struct.Struct("<IQIB")
+_COUNT: Final = struct.Struct("<I")
+_LEASE: Final = struct.Struct("<16sq")
+_BLOB: Final = struct.Struct("<16sIQ")
+_CREDENTIALS: Final = struct.Struct("<iII")
+
+MAX_PAYLOAD_BYTES: Final = MAX_FRAME_BYTES - _HEAD.size - _LEASE.size
+
+
+class Kind(enum.IntEnum):
+    """HELLO is the sender's first frame; the receiver answers WELCOME and REGIONS, or
+    REFUSED. Afterwards NOTIFY goes to the receiver, REVOKE to the sender, and either
+    side ends with DISCONNECT (this session) or BYE (this incarnation, quiesced)."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    REGIONS = 4
+    NOTIFY = 5
+    REVOKE = 6
+    DISCONNECT = 7
+    BYE = 8
+
+
+@attrs.frozen
+class Hello:
+    incarnation: Incarnation
+    target: Incarnation
+    start_ticks: int
+
+
+@attrs.frozen
+class SharedRegion:
+    region_id: int
+    size_bytes: int
+    offset: int
+    sealed: bool
+
+
+@attrs.frozen
+class Address:
+    """The blob of an endpoint descriptor: where, and whose, the listening socket is."""
+
+    boot_id: bytes
+    process: ProcessKey
+    name: bytes
+
+    def encode(self) -> bytes:
+        return _BLOB.pack(self.boot_id, *self.process) + self.name
+
+
+def decode_address(blob: bytes) -> Address:
+    """Raises TransportError."""
+    name = blob[_BLOB.size :]
+    if len(blob) < _BLOB.size or not 1 < len(name) <= MAX_ADDRESS_BYTES or name[0]:
+        raise TransportError("malformed endpoint descriptor: not an address of shm")
+    host, pid, ticks = _BLOB.unpack_from(blob)
+    return Address(host, ProcessKey(pid, ticks), name)
+
+
+def pack(kind: Kind, body: bytes = b"") -> bytes:
+    return _HEAD.pack(MAGIC, VERSION, kind) + body
+
+
+def unpack(frame: bytes) -> tuple[Kind, bytes]:
+    """Raises TransportError for anything that is not a frame of this version."""
+    if len(frame) < _HEAD.size:
+        raise TransportError(f"truncated frame of {len(frame)} bytes")
+    magic, version, number = _HEAD.unpack_from(frame)
+    if magic != MAGIC or version != VERSION:
+        raise TransportError(f"frame of another protocol or version ({magic!r}, {version})")
+    try:
+        return Kind(number), frame[_HEAD.size :]
+    except ValueError:
+        raise TransportError(f"unknown frame kind {number}") from None
+
+
+def pack_hello(hello: Hello) -> bytes:
+    body = _HELLO.pack(hello.incarnation, hello.target, hello.start_ticks)
+    return pack(Kind.HELLO, body)
+
+
+def unpack_hello(frame: bytes) -> Hello:
+    """Raises TransportError."""
+    kind, body = unpack(frame)
+    if kind is not Kind.HELLO or len(body) != _HELLO.size:
+        raise TransportError("expected a HELLO frame")
+    incarnation, target, ticks = _HELLO.unpack(body)
+    return Hello(Incarnation(incarnation), Incarnation(target), ticks)
+
+
+def pack_notify(lease: LeaseId, payload: bytes) -> bytes:
+    return pack(Kind.NOTIFY, _LEASE.pack(*lease) + payload)
+
+
+def pack_revoke(lease: LeaseId) -> bytes:
+    return pack(Kind.REVOKE, _LEASE.pack(*lease))
+
+
+def unpack_lease(body: bytes) -> tuple[LeaseId, bytes]:
+    """The lease a NOTIFY or REVOKE names, and what follows. Raises TransportError."""
+    if len(body) < _LEASE.size:
+        raise TransportError("truncated frame: no lease")
+    incarnation, counter = _LEASE.unpack_from(body)
+    return LeaseId(Incarnation(incarnation), counter), body[_LEASE.size :]
+
+
+def send_regions(sock: socket.socket, regions: list[tuple[SharedRegion, int]]) -> None:
+    """WELCOME and the descriptors of all segments. Raises OSError."""
+    sock.send(pack(Kind.WELCOME, _COUNT.pack(len(regions))), socket.MSG_NOSIGNAL)
+    for start in range(0, len(regions), REGIONS_PER_FRAME):
+        part = regions[start : start + REGIONS_PER_FRAME]
+        body = b"".join(
+            _REGION.pack(r.region_id, r.size_bytes, r.offset, r.sealed) for r, _ in part
+        )
+        fds = [fd for _, fd in part]
+        socket.send_fds(sock, [pack(Kind.REGIONS, body)], fds, socket.MSG_NOSIGNAL)
+
+
+def receive_regions(sock: socket.socket, deadline: float) -> list[tuple[SharedRegion, int]]:
+    """What ``send_regions`` sent; the caller owns the descriptors.
+
+    Raises PeerGone when nothing comes in time, TransportError when refused or malformed;
+    no descriptor stays open then.
+    """
+    kind, body, fds = _receive(sock, deadline)
+    found: list[tuple[SharedRegion, int]] = []
+    try:
+        if kind is Kind.REFUSED:
+            raise TransportError(f"the peer refused: {body.decode(errors='replace')[:500]}")
+        if kind is not Kind.WELCOME or len(body) != _COUNT.size or fds:
+            raise TransportError("the peer answered with something else than WELCOME")
+        (count,) = _COUNT.unpack(body)
+        while len(found) < count:
+            kind, body, fds = _receive(sock, deadline)
+            if kind is not Kind.REGIONS or len(body) != _REGION.size * len(fds) or not fds:
+                raise TransportError(
+                    "the peer's regions are malformed, or this process has no descriptors left"
+                )
+            for i, entry in enumerate(_REGION.iter_unpack(body)):
+                region_id, size, offset, sealed = entry
+                found.append((SharedRegion(region_id, size, offset, bool(sealed)), fds[i]))
+            fds = []
+        return found
+    except TransportError:
+        for fd in [*fds, *(fd for _, fd in found)]:
+            os.close(fd)
+        raise
+
+
+def _receive(sock: socket.socket, deadline: float) -> tuple[Kind, bytes, list[int]]:
+    left = deadline - time.monotonic()
+    sock.settimeout(max(0.001, left))
+    try:
+        frame, fds, flags, _ = socket.recv_fds(
+            sock, MAX_FRAME_BYTES, REGIONS_PER_FRAME, socket.MSG_CMSG_CLOEXEC
+        )
+    except TimeoutError:
+        raise PeerGone("the peer did not answer in time: stopped, or overloaded") from None
+    except OSError as error:
+        raise PeerGone(f"the peer closed the connection: {error.strerror}") from error
+    try:
+        if not frame:
+            raise PeerGone("the peer closed the connection")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise TransportError("the peer's frame came truncated: too many open descriptors?")
+        kind, body = unpack(frame)
+    except TransportError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return kind, body, fds
+
+
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, as the kernel recorded them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def dial(name: bytes, timeout_s: float) -> socket.socket:
+    """Connect within ``timeout_s``; the peer need not be running for this to succeed, but
+    its backlog must have room. Raises PeerGone or TransportError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # A blocking connect waits for room in the backlog no longer than SO_SNDTIMEO;
+        # a non-blocking one would fail at once.
+        seconds = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        sock.connect(name)
+    except (ConnectionRefusedError, FileNotFoundError):
+        sock.close()
+        raise PeerGone("nobody listens at the peer's address: its process is gone") from None
+    except BlockingIOError:
+        sock.close()
+        raise PeerGone("the peer does not accept connections: stopped, or overloaded") from None
+    except OSError as error:
+        sock.close()
+        raise TransportError(f"cannot connect to the peer: {error.strerror}") from error
+    return sock
