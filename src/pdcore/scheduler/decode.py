@@ -195,9 +195,12 @@ class DecodeCore:
     # --- inside -------------------------------------------------------------------------
 
     def _handle_common_timer(self, kind: str, key: str, now: float) -> None:
-        """Timers that belong to no room: a route to retry, the heartbeat."""
+        """Timers that belong to no room: a route to retry, quarantine, the heartbeat."""
         if kind == "topology":
             self.prealloc.resolve(key, now)
+            return
+        if kind == "quarantine":
+            self.rooms.age_quarantine(now)
             return
         beats, suspects = self.rooms.peers.beat(self.rooms.needed_peers())
         self.rooms.out.extend(beats)
@@ -210,7 +213,7 @@ class DecodeCore:
         """Apply the group's outcome and what follows from the new state, in one tick."""
         receiver = record.receiver
         before = receiver.state
-        effects = self._advance(record, outcome, now)
+        effects = _advance(self.rooms, record, outcome, now)
         if effects is not None:
             self.rooms.emit(record, effects, now)
         after = receiver.state
@@ -218,26 +221,6 @@ class DecodeCore:
             self._enter(record, after, now)
         if after in (S.DONE, S.FAILED) and record.is_reported and not receiver.unanswered():
             self.rooms.forget(record.key)
-
-    def _advance(self, record: DecodeRecord, outcome: int, now: float) -> Sequence[Effect] | None:
-        """The tick event that an outcome means in the committed state."""
-        receiver = record.receiver
-        match receiver.state:
-            case S.DONE | S.FAILED:
-                return None
-            case S.DRAINING:
-                return receiver.quiesced() if outcome == QUIESCED else None
-            case _ if outcome == FAILED:
-                return receiver.failed()
-            case S.TRANSFERRING:
-                return receiver.completed() if outcome == LOCALLY_DONE else None
-            case S.WAITING_FOR_INPUT if outcome == READY:
-                admission = self.rooms.admit(record, now)
-                return None if admission is None else receiver.advanced(admission)
-            case S.BOOTSTRAPPING if outcome == READY:
-                return receiver.advanced(None)
-            case _:
-                return None
 
     def _enter(self, record: DecodeRecord, state: S, now: float) -> None:
         """Move between queues; blocks change hands only here."""
@@ -249,6 +232,7 @@ class DecodeCore:
             self.running.start(record, self.rooms.accept(record), now)
         elif state is S.DRAINING:
             self.rooms.quarantine(record)
+            self.rooms.arm_quarantine(now)
             self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
         elif state is S.FAILED:
             self.rooms.release(record)
@@ -256,3 +240,26 @@ class DecodeCore:
             self.rooms.timers.arm("linger", key, now + self.setup.limits.linger_s)
         if state in (S.DRAINING, S.FAILED):
             self.rooms.report(record, finish_reason_of(reason), reason, now)
+
+
+def _advance(
+    rooms: DecodeRooms, record: DecodeRecord, outcome: int, now: float
+) -> Sequence[Effect] | None:
+    """The tick event that an outcome means in the committed state."""
+    receiver = record.receiver
+    match receiver.state:
+        case S.DONE | S.FAILED:
+            return None
+        case S.DRAINING:
+            return receiver.quiesced() if outcome == QUIESCED else None
+        case _ if outcome == FAILED:
+            return receiver.failed()
+        case S.TRANSFERRING:
+            return receiver.completed() if outcome == LOCALLY_DONE else None
+        case S.WAITING_FOR_INPUT if outcome == READY:
+            admission = rooms.admit(record, now)
+            return None if admission is None else receiver.advanced(admission)
+        case S.BOOTSTRAPPING if outcome == READY:
+            return receiver.advanced(None)
+        case _:
+            return None

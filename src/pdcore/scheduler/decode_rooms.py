@@ -7,6 +7,7 @@ and gives it back when the receiver is quiet; :class:`DecodeInbox` answers prefi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from pdcore.control.codec import pack_block_ids
 from pdcore.control.messages import (
@@ -37,6 +38,9 @@ from pdcore.scheduler.queues import RoomBook, RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
+
+#: Most that one look at the clock may age a quarantine, in seconds.
+MAX_AGE_S: Final = 1.0
 
 
 class DecodeRecord(RoomRecord):
@@ -81,6 +85,7 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         self.peers = PeerBook(setup.limits.heartbeat_misses)
         self.slots = MetadataSlots(setup.limits.num_metadata_slots)
         self._endpoint = setup.endpoint()
+        self._aged_s = 0.0
 
     def emit(self, record: DecodeRecord, effects: Iterable[Effect] | None, now: float) -> None:
         """Queue a receiver's effects; None means the event was ignored."""
@@ -126,6 +131,26 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         self.blocks.quarantine(record.seq.seq_id)
         if record.slot is not None:
             self.slots.quarantine(record.slot)
+
+    def arm_quarantine(self, now: float) -> None:
+        """QUARANTINE transports only: count the period down, second by second."""
+        if self.setup.quarantine_s > 0 and not self.timers.is_armed("quarantine", "clock"):
+            self._aged_s = now
+            self.timers.arm("quarantine", "clock", now + MAX_AGE_S)
+
+    def age_quarantine(self, now: float) -> None:
+        """At most a second per call, so that a stopped process does not age it (rule 6)."""
+        elapsed_s = min(now - self._aged_s, MAX_AGE_S)
+        waiting = [
+            record
+            for record in self.records.values()
+            if record.receiver.state is ReceiverState.DRAINING and record.receiver.quarantine_s > 0
+        ]
+        for record in waiting:
+            record.receiver.quarantine_s -= elapsed_s
+            self.touch(record.key)
+        if waiting:
+            self.arm_quarantine(now)
 
     def release(self, record: DecodeRecord) -> None:
         """No writer is left: everything goes back, whatever state it was in."""
