@@ -271,11 +271,18 @@ class SenderReplies(SenderFacts):
                 out.append(SendMessage(leg.peer, CancelAck(self.key, leg.lease, leg.nonce)))
         return out
 
-    def _ack_foreign(self, payload: CancelFrom) -> Sequence[Effect]:
-        """A cancel of a former receiver life: nothing of those nonces is held here."""
+    def _ack_unheld(self, payload: CancelFrom) -> list[Effect]:
+        """Nonces that no leg holds, of a former entity or receiver life of this process:
+        entities are forgotten only when quiesced, so nothing of them writes (rule 2). None
+        says that nothing was ever granted where no leg will speak for itself."""
+        message = payload.message
         own = {leg.nonce for leg in self.legs.values()}
-        nonces: list[Nonce | None] = [n for n in payload.message.nonces if n not in own]
-        return tuple(
-            SendMessage(payload.peer, CancelAck(self.key, payload.message.lease, nonce))
-            for nonce in nonces or [None]
-        )
+        unheld: list[Nonce | None] = [
+            n for n in message.nonces if n not in own and n.incarnation == self.incarnation
+        ]
+        leg = self.legs.get(payload.peer.rank)
+        if not message.nonces and (leg is None or leg.lease != message.lease):
+            unheld.append(None)
+        return [
+            SendMessage(payload.peer, CancelAck(self.key, message.lease, nonce)) for nonce in unheld
+        ]

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdcore.control.messages import CancelAck, StatusKind
+from pdcore.control.messages import StatusKind
 from pdcore.errors import failure
-from pdcore.fsm.effects import CancelTransfer, Effect, FencePeer, PostTransfer, SendMessage
+from pdcore.fsm.effects import CancelTransfer, Effect, FencePeer, PostTransfer
 from pdcore.fsm.events import HandleEnded
 from pdcore.fsm.legs import CancelFrom, HandshakeFrom, KvReady, Leg, SenderReplies
 from pdcore.fsm.machine import Event, lifecycle
@@ -226,12 +226,10 @@ class Sender(SenderReplies):
         """Bind first (no further chunk can be posted), acknowledge what is quiet (rule 2)."""
         leg = self.legs.get(payload.peer.rank)
         message = payload.message
+        out = self._ack_unheld(payload)
         if leg is not None and leg.lease != message.lease:
-            return self._ack_foreign(payload)
-        out: list[Effect] = []
-        if leg is None:
-            out.append(SendMessage(payload.peer, CancelAck(self.key, message.lease, None)))
-        else:
+            return out
+        if leg is not None:
             leg.cancelled = True
         if self.failure is None and self.state is not S.DONE:
             gone = failure("cancelled", "decode cancelled the request")

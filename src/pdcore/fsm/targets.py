@@ -139,8 +139,10 @@ class ReceiverFacts:
     @property
     def is_locally_done(self) -> bool:
         """Every required rank reported Done with valid metadata."""
-        return self.failure is None and all(
-            t.is_dummy or t.record is not None for t in self.targets.values()
+        return (
+            self.failure is None
+            and bool(self.targets)
+            and all(t.is_dummy or t.record is not None for t in self.targets.values())
         )
 
     @property
