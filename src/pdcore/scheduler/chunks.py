@@ -59,6 +59,9 @@ def select_prefill(
             break
         chunks.append(PrefillChunk(seq, start, take, take == left))
         budget -= take
+        if take < left:
+            # Whoever comes later must not finish before a half-done head.
+            break
     return chunks
 
 

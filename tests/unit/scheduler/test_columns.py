@@ -1,0 +1,92 @@
+"""What a decode batch keeps between steps."""
+
+from __future__ import annotations
+
+import random
+
+from pdcore.scheduler.columns import HISTORY_STEPS, Calendar, Columns, Row, StopIds
+from pdcore.scheduler.sequence import Sequence
+from pdcore.types import GenerateRequest, RoomKey, SamplingParams
+
+
+def row(seq_id: int) -> Row:
+    request = GenerateRequest(RoomKey(seq_id + 1, 1), "r", (1, 2), SamplingParams(), 0, 0)
+    seq = Sequence(seq_id, request, 0)
+    seq.complete_prefill()
+    seq.append_token(1000 * seq_id)
+    return Row(seq, seq_id, frozenset())
+
+
+def test_stop_ids_are_counted() -> None:
+    stops = StopIds()
+    stops.add(frozenset({1, 2}))
+    stops.add(frozenset({2, 3}))
+    stops.discard(frozenset({1, 2}))
+    assert stops.ids == {2, 3}
+    stops.discard(frozenset({2, 3}))
+    assert stops.ids == set()
+
+
+def test_the_calendar_forgets_what_moved() -> None:
+    calendar = Calendar()
+    a, b = row(1), row(2)
+    a.index = b.index = 0
+    calendar.plan_alloc(a, 3)
+    calendar.plan_alloc_together([b], 3)
+    calendar.plan_alloc(a, 5)
+    calendar.plan_limit(a, 4)
+    calendar.plan_limit(b, 4)
+    calendar.plan_limit(b, 9)
+    calendar.step = 3
+    assert calendar.pop_alloc() == [b]
+    assert calendar.pop_alloc() == []
+    calendar.step = 4
+    assert list(calendar.pop_limit()) == [a]
+    calendar.forget_limit(b)
+    assert calendar._limit == {}
+
+
+def test_rows_come_and_go_and_every_token_reaches_its_sequence() -> None:
+    """Columns of tokens are handed out on reading, on moving, and now and then."""
+    rng = random.Random(7)
+    columns = Columns()
+    expected: dict[int, list[int]] = {}
+    rows: dict[int, Row] = {}
+    for step in range(20 * HISTORY_STEPS):
+        if rng.random() < 0.4:
+            new = row(step)
+            expected[step] = [1000 * step]
+            rows[step] = new
+            columns.append(new, {}, step)
+        if rows and rng.random() < 0.35:
+            gone = rows.pop(rng.choice(list(rows)))
+            columns.remove(gone)
+            assert gone.index == -1
+            assert gone.seq.output_token_ids == expected[gone.seq.seq_id]
+        tokens = [1000 * seq_id + step for seq_id in columns.seq_ids]
+        for seq_id, token in zip(columns.seq_ids, tokens, strict=True):
+            expected[seq_id].append(token)
+        columns.take(tokens)
+        for seq_id, one in rows.items():
+            assert one.seq.num_output_tokens == len(expected[seq_id])
+            assert columns.rows[one.index] is one
+            if rng.random() < 0.1:
+                assert one.seq.output_token_ids == expected[seq_id]
+    for seq_id, one in rows.items():
+        assert one.seq.output_token_ids == expected[seq_id]
+
+
+def test_a_row_that_leaves_in_flight_gets_no_token() -> None:
+    columns = Columns()
+    a, b = row(1), row(2)
+    columns.append(a, {}, 0)
+    columns.append(b, {}, 0)
+    columns.in_flight = True
+    columns.remove(a)
+    columns.take([7, 8])
+    assert columns.seqs == [a.seq, b.seq]
+    columns.land()
+    assert columns.seqs == [b.seq]
+    assert columns.ones == [1]
+    assert a.seq.output_token_ids == [1000]
+    assert b.seq.output_token_ids == [2000, 8]
