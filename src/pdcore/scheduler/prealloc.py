@@ -55,9 +55,10 @@ class Preallocation:
                 del pending[key]
         if not pending:
             del self.pending[bootstrap]
-        elif self.topologies.needs_fetch(bootstrap, now):
+        if self.topologies.needs_fetch(bootstrap, now):
+            # An old route is used meanwhile: the lifecycles notice if it is wrong.
             self.rooms.out.append(FetchTopology(bootstrap))
-        elif not entry.is_fetching:
+        elif pending and not entry.is_fetching:
             self.rooms.timers.arm("topology", bootstrap, now + self.limits.topology_retry_s)
 
     def _map(self, record: DecodeRecord, entry: TopologyEntry, now: float) -> bool:

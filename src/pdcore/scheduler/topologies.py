@@ -23,7 +23,7 @@ from pdcore.types import Failure, Incarnation, PeerRef
 class TopologyEntry:
     """``route`` and ``refusal`` are exclusive; both None while nothing is known."""
 
-    __slots__ = ("fetched_s", "is_fetching", "problem", "refusal", "route")
+    __slots__ = ("fetched_s", "is_fetching", "problem", "refusal", "retry_s", "route")
 
     def __init__(self) -> None:
         self.route: Route | None = None
@@ -32,6 +32,8 @@ class TopologyEntry:
         self.problem: Failure | None = None
         self.is_fetching = False
         self.fetched_s = float("-inf")
+        #: Not before this: a fetch that failed is repeated at intervals, not in a spin (D20).
+        self.retry_s = float("-inf")
 
 
 class Topologies:
@@ -42,13 +44,17 @@ class Topologies:
         self.entries: dict[str, TopologyEntry] = {}
 
     def lookup(self, bootstrap: str, now: float) -> TopologyEntry:
-        return self.entries.setdefault(bootstrap, TopologyEntry())
+        """The entry of an address; a refusal that is too old counts as unknown."""
+        entry = self.entries.setdefault(bootstrap, TopologyEntry())
+        if entry.refusal is not None and not self._is_fresh(entry, now):
+            entry.refusal = None
+        return entry
 
     def needs_fetch(self, bootstrap: str, now: float) -> bool:
         """True once per fetch: the caller emits FetchTopology (single flight)."""
         entry = self.lookup(bootstrap, now)
-        fresh = now - entry.fetched_s < self.setup.limits.topology_ttl_s
-        if entry.is_fetching or (fresh and (entry.route or entry.refusal)):
+        known = self._is_fresh(entry, now) and (entry.route or entry.refusal)
+        if entry.is_fetching or known or now < entry.retry_s:
             return False
         entry.is_fetching = True
         return True
@@ -62,6 +68,7 @@ class Topologies:
         if route is None:
             # A stale route may still be good: keep it, the lifecycles notice if it is not.
             entry.problem = problem or failure("unreachable", f"no route from {bootstrap}")
+            entry.retry_s = now + self.setup.limits.topology_retry_s
             return entry
         entry.fetched_s = now
         entry.problem = None
@@ -82,6 +89,9 @@ class Topologies:
             ):
                 entry.fetched_s = float("-inf")
                 entry.route = None
+
+    def _is_fresh(self, entry: TopologyEntry, now: float) -> bool:
+        return now - entry.fetched_s < self.setup.limits.topology_ttl_s
 
     def targets(self, route: Route, dp_rank: int) -> tuple[list[PeerRef], int] | Failure:
         """(prefill ranks to send a handshake to, handshakes each of them needs)."""
