@@ -1,0 +1,100 @@
+"""What goes into the router's core and what comes out of it: values, no behaviour."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdcore.fsm.routed import Leg
+from pdcore.router.fleet import Member
+from pdcore.router.outbox import CancelKey, SendCancel
+from pdcore.types import Failure
+
+# --- events ------------------------------------------------------------------------------
+
+
+class LegAnswered(NamedTuple):
+    """A complete HTTP answer of a leg; prefill's 2xx means accepted, decode's 200 finished."""
+
+    ticket: int
+    attempt: int
+    leg: Leg
+    status: int
+
+
+class LegLost(NamedTuple):
+    """No complete answer. ``sent`` False: the leg certainly did not get the request."""
+
+    ticket: int
+    attempt: int
+    leg: Leg
+    sent: bool
+    detail: str
+
+
+class StreamBegan(NamedTuple):
+    """Decode's 200 with an event stream: the first token is out (D9)."""
+
+    ticket: int
+    attempt: int
+
+
+class StreamEnded(NamedTuple):
+    """The event stream is complete."""
+
+    ticket: int
+    attempt: int
+
+
+class ClientLeft(NamedTuple):
+    ticket: int
+
+
+class CancelAnswered(NamedTuple):
+    """``is_known`` False: the leg never heard of it, or no answer came."""
+
+    key: CancelKey
+    is_known: bool
+
+
+RouterEvent = LegAnswered | LegLost | StreamBegan | StreamEnded | ClientLeft | CancelAnswered
+
+
+# --- effects -----------------------------------------------------------------------------
+
+
+class Dispatch(NamedTuple):
+    """POST the request to both legs at once (R32). ``added`` goes over the client's fields."""
+
+    ticket: int
+    attempt: int
+    prefill: Member
+    decode: Member
+    remaining_s: float
+    added: dict[str, object]
+
+
+class DropLegs(NamedTuple):
+    """Close what is left of an attempt's HTTP exchanges; its outcome no longer counts."""
+
+    ticket: int
+    attempt: int
+
+
+class Answer(NamedTuple):
+    """Take the response. ``failure`` None: pass on decode's. ``leg``: pass on that leg's own
+    answer, status and body verbatim (R32); None: its stream, or the router's own words."""
+
+    ticket: int
+    attempt: int
+    failure: Failure | None
+    leg: Leg | None
+
+
+class EndStream(NamedTuple):
+    """End a stream that has begun, with an error event if ``failure`` is set."""
+
+    ticket: int
+    failure: Failure | None
+
+
+RouterEffect = Dispatch | DropLegs | Answer | EndStream | SendCancel

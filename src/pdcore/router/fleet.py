@@ -1,0 +1,89 @@
+"""What the router knows of its instances: which are usable, and what they said of themselves.
+
+A target is Unknown until it was probed, Up after a 200 of /health, Down after anything else
+or after a connection that it did not take. Only Up targets get requests (D47b, D48).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import attrs
+
+from pdcore.router.policies import Target
+from pdcore.types import Role
+
+
+class Health(enum.Enum):
+    UNKNOWN = "Unknown"
+    UP = "Up"
+    DOWN = "Down"
+
+
+@attrs.frozen
+class Report:
+    """What one probe learned. ``instance``, ``dp_size`` and ``bootstrap_port`` are None where
+    the answer does not say."""
+
+    is_up: bool
+    detail: str = ""
+    instance: str | None = None
+    dp_size: int | None = None
+    bootstrap_port: int | None = None
+
+
+class Member:
+    """One target and its state. ``num_live`` counts requests whose current attempt names it."""
+
+    __slots__ = ("bootstrap_port", "detail", "dp_size", "health", "instance", "num_live", "target")
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.health = Health.UNKNOWN
+        self.detail = "not probed yet"
+        self.instance = target.netloc
+        self.dp_size: int | None = None
+        self.bootstrap_port = target.bootstrap_port
+        self.num_live = 0
+
+    def __repr__(self) -> str:
+        return f"Member({self.target.netloc}, {self.health.value}, live={self.num_live})"
+
+
+class Fleet:
+    """All targets of one router, in the configured order."""
+
+    def __init__(self, prefills: Sequence[Target], decodes: Sequence[Target]) -> None:
+        self.prefills = [Member(target) for target in prefills]
+        self.decodes = [Member(target) for target in decodes]
+
+    def members(self) -> list[tuple[Role, Member]]:
+        return [
+            *((Role.PREFILL, member) for member in self.prefills),
+            *((Role.DECODE, member) for member in self.decodes),
+        ]
+
+    def report(self, member: Member, report: Report) -> None:
+        member.health = Health.UP if report.is_up else Health.DOWN
+        member.detail = report.detail
+        if report.instance:
+            member.instance = report.instance
+        if report.dp_size is not None:
+            member.dp_size = report.dp_size
+        if report.bootstrap_port and not member.target.bootstrap_port:
+            member.bootstrap_port = report.bootstrap_port
+
+    @staticmethod
+    def mark_down(member: Member, detail: str) -> None:
+        """A connection was refused: no request goes there until a probe succeeds."""
+        member.health = Health.DOWN
+        member.detail = detail
+
+    def problem(self) -> str | None:
+        """Why no request can be served now; None if one can."""
+        for name, members in (("prefill", self.prefills), ("decode", self.decodes)):
+            if not any(member.health is Health.UP for member in members):
+                why = "; ".join(f"{m.target.netloc}: {m.detail}" for m in members)
+                return f"no {name} instance is ready ({why})"
+        return None

@@ -1,0 +1,76 @@
+"""The router asks its instances how they are: /health of each, regularly and when in need.
+
+Liveness of workers is inside that answer (D48): an instance whose worker died says 503. Two
+callers in need share one round, so that a flood of requests makes no flood of probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from pdcore.router.fleet import Fleet, Member, Report
+from pdcore.server.client import Client, Origin, Timeout
+from pdcore.server.exchange import HttpError
+
+_MAX_HEALTH_BYTES = 64 * 1024
+
+
+class _Health(msgspec.Struct, frozen=True):
+    """The part of an instance's /health that the router reads; other servers may say less."""
+
+    status: str = ""
+    instance: str | None = None
+    dp_size: int | None = None
+    bootstrap: str | None = None
+    problems: list[str] = []
+
+
+class Prober:
+    def __init__(
+        self, fleet: Fleet, client: Client, *, interval_s: float = 1.0, timeout_s: float = 2.0
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._interval_s = interval_s
+        self._timeout = Timeout(connect_s=timeout_s, total_s=timeout_s)
+        self._round: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Probe for ever; cancel to stop."""
+        while True:
+            await self.probe_all()
+            await asyncio.sleep(self._interval_s)
+
+    async def probe_all(self) -> None:
+        """One round over all targets; joins the one that is under way."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._probe_all())
+        await asyncio.shield(self._round)
+
+    async def _probe_all(self) -> None:
+        members = [member for _, member in self._fleet.members()]
+        reports = await asyncio.gather(*(self._probe(member) for member in members))
+        for member, report in zip(members, reports, strict=True):
+            self._fleet.report(member, report)
+
+    async def _probe(self, member: Member) -> Report:
+        origin = Origin(member.target.host, member.target.port)
+        try:
+            response = await self._client.request("GET", origin, "/health", timeout=self._timeout)
+            body = await response.read(_MAX_HEALTH_BYTES)
+        except HttpError as error:
+            return Report(False, str(error))
+        try:
+            health = msgspec.json.decode(body, type=_Health)
+        except msgspec.DecodeError:
+            health = _Health()
+        port = (health.bootstrap or "").rpartition(":")[2]
+        return Report(
+            is_up=response.status == 200,
+            detail="; ".join(health.problems) or health.status or f"HTTP {response.status}",
+            instance=health.instance,
+            dp_size=health.dp_size if health.dp_size and health.dp_size > 0 else None,
+            bootstrap_port=int(port) if port.isdigit() else None,
+        )

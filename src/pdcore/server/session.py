@@ -1,0 +1,291 @@
+"""The shell around the router's core: HTTP legs in, effects out, one timer.
+
+A :class:`Session` is one client request with its legs' tasks. Events are handed to the core
+synchronously and its effects are carried out at once; nothing between an event and its
+consequences awaits, so no second event can slip in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from pdcore.clock import Clock
+from pdcore.errors import failure
+from pdcore.fsm.routed import Leg
+from pdcore.router.core import RouterCore
+from pdcore.router.events import (
+    Answer,
+    CancelAnswered,
+    ClientLeft,
+    Dispatch,
+    DropLegs,
+    EndStream,
+    LegAnswered,
+    LegLost,
+    RouterEvent,
+    StreamBegan,
+)
+from pdcore.router.fleet import Member
+from pdcore.router.outbox import SendCancel
+from pdcore.router.policies import ClientFields, inject
+from pdcore.server import sse
+from pdcore.server.aborts import Timers, call_later
+from pdcore.server.client import Client, Origin, Response, Timeout
+from pdcore.server.exchange import HttpError
+from pdcore.server.http import JSON, ClientGone, error_body
+from pdcore.types import Failure
+
+_CANCEL_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=10.0)
+_CANCEL_PATH: Final = "/cancel"
+_MAX_SMALL_BYTES: Final = 64 * 1024
+_CONNECT_S: Final = 5.0
+
+
+class LegReply(NamedTuple):
+    """A leg's complete answer, passed on verbatim (R32, D47b)."""
+
+    status: int
+    content_type: bytes
+    retry_after: bytes | None
+    body: bytes
+
+
+class Decision(NamedTuple):
+    """What the client gets: exactly one of the three."""
+
+    reply: LegReply | None = None
+    stream: Response | None = None
+    failure: Failure | None = None
+
+
+class _CancelReply(msgspec.Struct, frozen=True):
+    known: bool = True
+
+
+class Session:
+    __slots__ = (
+        "attempt",
+        "decided",
+        "fields",
+        "is_over",
+        "path",
+        "replies",
+        "stream_failure",
+        "streams",
+        "tasks",
+        "ticket",
+    )
+
+    def __init__(self, path: str, fields: Mapping[str, msgspec.Raw]) -> None:
+        self.path = path
+        self.fields = fields
+        self.ticket = 0
+        #: The attempt that answered, or the current one.
+        self.attempt = 0
+        self.decided: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self.stream_failure: Failure | None = None
+        #: The core has ended it; what happens to the client now changes nothing.
+        self.is_over = False
+        self.tasks: dict[tuple[int, Leg], asyncio.Task[None]] = {}
+        self.replies: dict[tuple[int, Leg], LegReply] = {}
+        self.streams: dict[int, Response] = {}
+
+    def drop(self, attempt: int) -> None:
+        """Close what is left of an attempt."""
+        for leg in Leg:
+            task = self.tasks.pop((attempt, leg), None)
+            if task is not None:
+                task.cancel()
+        stream = self.streams.pop(attempt, None)
+        if stream is not None:
+            stream.close()
+
+
+class Shell:
+    """One per router app; lives on one event loop."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        client: Client,
+        clock: Clock,
+        timers: Timers | None,
+        *,
+        max_reply_bytes: int,
+    ) -> None:
+        self.core = core
+        self._client = client
+        self._clock = clock
+        self._timers = timers
+        self._max_reply_bytes = max_reply_bytes
+        self._sessions: dict[int, Session] = {}
+        self._cancels: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+
+    def open(self, path: str, fields: Mapping[str, msgspec.Raw], read: ClientFields) -> Session:
+        """Raises what :meth:`RouterCore.submit` raises; then nothing was started."""
+        session = Session(path, fields)
+        ticket = self.core.submit(read, self._clock.monotonic(), self._clock.unix())
+        session.ticket = ticket
+        self._sessions[ticket] = session
+        self._pump()
+        return session
+
+    def event(self, event: RouterEvent) -> None:
+        self.core.handle_event(event, self._clock.monotonic())
+        self._pump()
+
+    def leave(self, session: Session) -> None:
+        """The client is gone."""
+        if not session.is_over:
+            session.is_over = True
+            self.event(ClientLeft(session.ticket))
+        if not session.decided.done():
+            session.decided.set_exception(ClientGone("client gone"))
+            session.decided.exception()  # read: nobody may be waiting for it any more
+
+    def close(self, session: Session) -> None:
+        """The handler is done with it, for whatever reason."""
+        self.leave(session)
+        self._sessions.pop(session.ticket, None)
+        for attempt in {*session.streams, *(attempt for attempt, _ in session.tasks)}:
+            session.drop(attempt)
+
+    async def aclose(self) -> None:
+        """Stop timers and cancels that are under way."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._cancels):
+            task.cancel()
+        await asyncio.gather(*self._cancels, return_exceptions=True)
+
+    # --- effects -------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        for effect in self.core.poll_effects():
+            if isinstance(effect, SendCancel):
+                task = asyncio.create_task(self._send_cancel(effect))
+                self._cancels.add(task)
+                task.add_done_callback(self._cancels.discard)
+                continue
+            session = self._sessions.get(effect.ticket)
+            if session is None:
+                continue
+            if isinstance(effect, Dispatch):
+                self._dispatch(session, effect)
+            elif isinstance(effect, Answer):
+                _decide(session, effect)
+            elif isinstance(effect, EndStream):
+                session.stream_failure = effect.failure
+                session.is_over = True
+            elif isinstance(effect, DropLegs):
+                session.drop(effect.attempt)
+        self._arm()
+
+    def _dispatch(self, session: Session, effect: Dispatch) -> None:
+        body = inject(session.fields, effect.added)
+        session.attempt = effect.attempt
+        # The legs' own deadlines come first; this one only bounds a peer that went silent.
+        total_s = effect.remaining_s + 2 * self.core.limits.grace_s
+        for leg, member in ((Leg.PREFILL, effect.prefill), (Leg.DECODE, effect.decode)):
+            session.tasks[effect.attempt, leg] = asyncio.create_task(
+                self._run_leg(session, effect.attempt, leg, member, body, total_s)
+            )
+
+    async def _run_leg(
+        self,
+        session: Session,
+        attempt: int,
+        leg: Leg,
+        member: Member,
+        body: bytes,
+        total_s: float,
+    ) -> None:
+        origin = Origin(member.target.host, member.target.port)
+        timeout = Timeout(_CONNECT_S, None, total_s)
+        event: RouterEvent
+        try:
+            response = await self._client.request(
+                "POST", origin, session.path, body, timeout=timeout
+            )
+            content_type = response.header(b"content-type") or b""
+            is_stream = content_type.startswith(sse.CONTENT_TYPE)
+            if leg is Leg.DECODE and response.status == 200 and is_stream:
+                session.streams[attempt] = response
+                event = StreamBegan(session.ticket, attempt)
+            else:
+                data = await response.read(self._max_reply_bytes)
+                retry_after = response.header(b"retry-after")
+                reply = LegReply(response.status, content_type or JSON, retry_after, data)
+                reply = _checked(leg, member, reply)
+                session.replies[attempt, leg] = reply
+                event = LegAnswered(session.ticket, attempt, leg, reply.status)
+        except HttpError as error:
+            event = LegLost(session.ticket, attempt, leg, error.sent, str(error))
+        self.event(event)
+
+    async def _send_cancel(self, cancel: SendCancel) -> None:
+        body = msgspec.json.encode(
+            {
+                "room": cancel.key.room,
+                "attempt": cancel.key.attempt,
+                "unless_received": cancel.unless_received,
+            }
+        )
+        origin = Origin(cancel.target.host, cancel.target.port)
+        is_known = False
+        try:
+            response = await self._client.request(
+                "POST", origin, _CANCEL_PATH, body, timeout=_CANCEL_TIMEOUT
+            )
+            data = await response.read(_MAX_SMALL_BYTES)
+            if response.status == 200:
+                is_known = msgspec.json.decode(data, type=_CancelReply).known
+        except (HttpError, msgspec.DecodeError):
+            pass  # no answer: the core asks again
+        self.event(CancelAnswered(cancel.key, is_known))
+
+    def _arm(self) -> None:
+        due_s = self.core.poll_deadline()
+        if due_s is None or (self._timer is not None and self._timer_due_s <= due_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_s = due_s
+        delay_s = max(0.0, due_s - self._clock.monotonic())
+        self._timer = call_later(self._timers, delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.core.handle_timeout(self._clock.monotonic())
+        self._pump()
+
+
+def _decide(session: Session, answer: Answer) -> None:
+    session.attempt = answer.attempt
+    if session.decided.done():
+        return
+    if answer.leg is not None:
+        decision = Decision(reply=session.replies[answer.attempt, answer.leg])
+        session.is_over = True
+    elif answer.failure is not None:
+        decision = Decision(failure=answer.failure)
+        session.is_over = True
+    else:
+        # Taken out of `streams`: whoever passes it on closes it, or EndStream's drop does.
+        decision = Decision(stream=session.streams[answer.attempt])
+    session.decided.set_result(decision)
+
+
+def _checked(leg: Leg, member: Member, reply: LegReply) -> LegReply:
+    """R32: decode's 200 must be a JSON object; anything else is its fault, 502."""
+    if leg is Leg.PREFILL or reply.status != 200 or reply.body[:1] == b"{":
+        return reply
+    where = member.target.netloc
+    why = failure("incompatible", f"decode instance {where} answered 200 without a JSON object")
+    return LegReply(why.http_status, JSON, None, error_body(why))
