@@ -211,6 +211,24 @@ def load_instance(
     )
 
 
+def parse_setting(text: str) -> tuple[str, str, object]:
+    """``section.field=value`` of a ``--set`` flag -> (section, field, value as YAML reads
+    it). Raises ConfigError."""
+    key, equals, written = text.partition("=")
+    section, dot, field = key.strip().partition(".")
+    if not equals or not dot or not field:
+        raise ConfigError(f"--set {text}: expected section.field=value")
+    if section not in _YAML_SECTIONS:
+        raise ConfigError(
+            f"--set {text}: {section} is not a section{suggest(section, list(_YAML_SECTIONS))}"
+        )
+    try:
+        value: object = YAML(typ="rt").load(written)
+    except YAMLError:
+        raise ConfigError(f"--set {text}: {written!r} is not a YAML value") from None
+    return section, field, value
+
+
 def _merge(
     cls: type[C], title: str, name: str, document: CommentedMap, given: Mapping[str, object]
 ) -> C:

@@ -5,6 +5,7 @@ Every port may be 0: a free one is taken and reported to whoever started the pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -17,6 +18,10 @@ ROUTER_HTTP_PORT: Final = 8000
 HTTP_PORTS: Final = {"prefill": 8001, "decode": 8100, "router": ROUTER_HTTP_PORT}
 BOOTSTRAP_PORT: Final = 18800
 LOOPBACK: Final = "127.0.0.1"
+
+
+def _as_ports(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
 
 
 def _texts(default: tuple[str, ...], reason: str, *, seed: str = "") -> tuple[str, ...]:
@@ -114,12 +119,17 @@ class RouterConfig:
     decode_addrs: tuple[str, ...] = _texts((), "leaders of decode instances, host:port")
     bootstrap_ports: tuple[int, ...] = attrs.field(
         default=(BOOTSTRAP_PORT,),
-        converter=tuple,
-        metadata=note("one for all prefill addresses, or one each", seed="18800"),
+        converter=_as_ports,
+        metadata=note(
+            "one for all prefill addresses, or one each; 0: as /health says", seed="18800"
+        ),
     )
-    policy: str = text("round_robin", "how targets are chosen", seed="room modulo")
     request_timeout_s: float = bounded(
         1800.0, "s", "a request's whole life; later than the legs' (rule 8)", low=0.1, seed="1800"
+    )
+    max_body_bytes: int = bounded(8 << 20, "bytes", "a larger request body is a 413", low=1024)
+    drain_s: float = bounded(
+        30.0, "s", "running requests may finish this long after SIGTERM (D59)", low=0
     )
     log_level: str = choice("info", ("debug", "info", "warning", "error"), "of the router's log")
 
@@ -141,14 +151,5 @@ class RouterConfig:
                 f"{len(self.prefill_addrs)} prefill_addrs, got {len(self.bootstrap_ports)}"
             )
         for number in self.bootstrap_ports:
-            if isinstance(number, bool) or not 1 <= number <= 65535:
-                raise ValueError(f"bootstrap_ports must be between 1 and 65535, got {number!r}")
-
-    @property
-    def bootstraps(self) -> tuple[str, ...]:
-        """``host:port`` of the bootstrap server of each prefill address (R29, D47b)."""
-        ports = self.bootstrap_ports
-        if len(ports) == 1:
-            ports = ports * len(self.prefill_addrs)
-        hosts = (urlsplit(normalise_address(a)).hostname for a in self.prefill_addrs)
-        return tuple(f"{host}:{number}" for host, number in zip(hosts, ports, strict=True))
+            if isinstance(number, bool) or not 0 <= number <= 65535:
+                raise ValueError(f"bootstrap_ports must be between 0 and 65535, got {number!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdcore.config import ModelConfig
+from pdcore.kv.spec import DTYPE_SIZE_BYTES
 from pdcore.server.text import IdDetokenizer, IdTokenizer, TextModel
 
 
@@ -23,6 +24,20 @@ def load_text(model: ModelConfig, cache_dir: Path) -> TextModel:
     tokenizer = load_tokenizer(path, cache_dir)
     name = model.model_name or served_name(path)
     return TextModel(name, tokenizer, lambda: IncrementalDetokenizer(tokenizer))
+
+
+def kv_token_bytes(model: ModelConfig, cache_dir: Path) -> int:
+    """Bytes of KV cache that one token of this model takes. Raises EngineError."""
+    if model.is_simulated:
+        from pdcore.engine.simulated import SimulatedConfig
+
+        return sum(entry.token_bytes for entry in SimulatedConfig().spec().entries)
+    from pdcore.engine.load import resolve_model
+
+    path = Path(model.model_path) if model.model_path is not None else None
+    shape = resolve_model(path, cache_dir).config
+    heads: int = shape.num_kv_heads * shape.head_dim
+    return 2 * shape.num_layers * heads * DTYPE_SIZE_BYTES[model.dtype]
 
 
 def served_name(path: Path) -> str:

@@ -1,0 +1,144 @@
+"""A cluster in the foreground: its status on the terminal, Ctrl-C drains, twice ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdcore.cli.options import Workplace, complain
+from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, Member
+
+EXIT_FAILED: Final = 1
+
+
+class StatusView:
+    """One line per process: redrawn on a terminal, printed when it changes elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> StatusView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def show(self, members: list[Member]) -> None:
+        if self._console.is_terminal:
+            self._live.update(_table(members), refresh=True)
+            return
+        for member in members:
+            line = f"{member.name:<10} {member.status}{_address(member)}"
+            if self._shown.get(member.name) != line:
+                self._shown[member.name] = line
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _address(member: Member) -> str:
+    return f"  http://{member.bound.http}" if member.bound is not None and member.is_ready else ""
+
+
+def _table(members: list[Member]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for member in members:
+        good = member.is_ready and not member.problems
+        status = Text(member.status, "green" if good else "yellow")
+        table.add_row(member.name, status, Text(_address(member).strip()))
+    return table
+
+
+async def run_cluster(
+    config: ClusterConfig,
+    place: Workplace,
+    console: Console,
+    serve: Callable[[Cluster, asyncio.Event], Awaitable[int]],
+) -> int:
+    """Start, hand over to ``serve(cluster, stopping)``, drain; returns the exit status.
+
+    ``stopping`` is set by the first SIGINT or SIGTERM. Raises ConfigError for a mistake in
+    the configuration that only a process could find.
+    """
+    stopping = asyncio.Event()
+    with StatusView(console) as view:
+        cluster = Cluster(
+            config, place.cache_dir, place.run_dir, lambda: view.show(cluster.members)
+        )
+        _handle_signals(cluster, stopping)
+        status = EXIT_FAILED
+        try:
+            if await _until_started(cluster, stopping):
+                view.__exit__(None, None, None)
+                status = await serve(cluster, stopping)
+            else:
+                status = 0
+        except ClusterFailed as error:
+            complain(str(error))
+        finally:
+            await cluster.stop()
+    if status == 0 and place.is_temporary:
+        shutil.rmtree(place.run_dir, ignore_errors=True)
+    elif status != 0:
+        complain(f"the logs are in {place.run_dir}")
+    return status
+
+
+async def _until_started(cluster: Cluster, stopping: asyncio.Event) -> bool:
+    """False when it was told to stop before it was ready."""
+    starting = asyncio.ensure_future(cluster.start())
+    told = asyncio.ensure_future(_told(stopping))
+    done, _ = await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if starting in done:
+        starting.result()
+        return True
+    starting.cancel()
+    return False
+
+
+async def _told(stopping: asyncio.Event) -> None:
+    await stopping.wait()
+
+
+async def until_told(cluster: Cluster, stopping: asyncio.Event) -> int:
+    """Wait for Ctrl-C, or for a member that ends by itself; returns the exit status."""
+    told = asyncio.ensure_future(_told(stopping))
+    failing = asyncio.ensure_future(cluster.failed())
+    await asyncio.wait([told, failing], return_when=asyncio.FIRST_COMPLETED)
+    status = 0
+    if failing.done() and not stopping.is_set():
+        complain(failing.result())
+        status = EXIT_FAILED
+    for waiting in (told, failing):
+        waiting.cancel()
+    return status
+
+
+def _handle_signals(cluster: Cluster, stopping: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if not stopping.is_set():
+            complain("draining; press Ctrl-C again to end at once")
+            stopping.set()
+        else:
+            cluster.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)

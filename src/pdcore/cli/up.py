@@ -1,0 +1,62 @@
+"""``pdcore up``: a whole cluster on this machine, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from pdcore.cli.options import EngineFlags
+
+
+def up(
+    *,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    prefill: int = 1,
+    decode: int = 1,
+    yaml_file_path: Path | None = None,
+    engine: EngineFlags | None = None,
+) -> int:
+    """Run a router, prefill and decode instances on this machine until Ctrl-C.
+
+    Ctrl-C lets running requests finish; a second one ends everything at once. No process is
+    left behind, however this one ends.
+
+    Examples: `pdcore up`, `pdcore up --port 9000 --prefill 2 --decode 2`,
+    `pdcore up --model ./my-llama`, `pdcore up --simulated`
+
+    Then: `curl localhost:8000/v1/completions -H 'content-type: application/json'
+    -d '{"prompt": "The sea is", "max_tokens": 16}'`
+
+    Parameters
+    ----------
+    port
+        The router's port; 0 takes a free one.
+    host
+        What the router binds; 0.0.0.0 for all interfaces. Instances stay on loopback.
+    prefill
+        Number of prefill instances.
+    decode
+        Number of decode instances.
+    yaml_file_path
+        Settings for both roles; flags win.
+    """
+    from rich.console import Console
+
+    from pdcore.cli.options import instance_config, workplace
+    from pdcore.cli.session import run_cluster, until_told
+    from pdcore.server.cluster import Cluster, ClusterConfig
+
+    place = workplace()
+    config = instance_config(engine or EngineFlags(), place.env, yaml_file_path)
+    cluster_config = ClusterConfig(config, host, port, prefill, decode)
+    console = Console()
+
+    async def serve(cluster: Cluster, stopping: asyncio.Event) -> int:
+        console.print(f"\nready: {cluster.url}  (Ctrl-C drains)", markup=False, highlight=False)
+        for member in cluster.members:
+            where = member.bound.http if member.bound is not None else ""
+            console.print(f"  {member.name:<10} {member.status:<6} http://{where}", markup=False)
+        return await until_told(cluster, stopping)
+
+    return asyncio.run(run_cluster(cluster_config, place, console, serve))

@@ -1,0 +1,39 @@
+"""The router as a process of its own: one app on one socket, drained before it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdcore.assembly import SystemClock
+from pdcore.config import RouterConfig
+from pdcore.router.core import RouterLimits
+from pdcore.server.process import Bound, Ready, Report
+from pdcore.server.router import create_router_app
+from pdcore.server.serve import AppServer, bind
+
+
+async def run_router(
+    config: RouterConfig, stopping: asyncio.Event, report: Callable[[Report], None]
+) -> int:
+    """Serve until ``stopping`` is set; returns the exit status. The router is ready as soon
+    as it listens: backends may come later (R9). Raises ConfigError for an address that
+    cannot be had."""
+    app = create_router_app(
+        config.prefill_addrs,
+        config.decode_addrs,
+        config.bootstrap_ports,
+        clock=SystemClock(),
+        limits=RouterLimits(request_timeout_s=config.request_timeout_s),
+        max_body_bytes=config.max_body_bytes,
+    )
+    server = AppServer(app, bind(config.host, config.port))
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "") else config.host
+    report(Bound(f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"))
+    try:
+        await server.start()
+        report(Ready())
+        await stopping.wait()
+    finally:
+        await server.stop(config.drain_s)
+    return 0
