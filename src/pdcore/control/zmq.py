@@ -36,13 +36,13 @@ Socket = zmq.Socket[bytes]
 class ChannelOptions:
     """Bounds of one socket or channel (habit 8).
 
-    A frame carries many messages, so 128 queued frames are thousands of messages: a peer
+    A frame may carry many messages, so 512 queued frames are a burst of thousands: a peer
     that has not read those gains nothing from more. ``max_peers`` must be at least the
     number of ranks that this one talks to at once; two descriptors each.
     """
 
     max_peers: int = 256
-    send_high_water_mark: int = 128
+    send_high_water_mark: int = 512
     receive_high_water_mark: int = 4096
     max_message_bytes: int = MAX_FRAME_BYTES
     reconnect_s: float = 0.05
@@ -62,7 +62,10 @@ class ChannelCounters:
 
 
 def new_context(max_sockets: int = 1024) -> Context:
-    """A context of this process. Call it after spawn, never at import (D49)."""
+    """A context of this process. Call it after spawn, never at import (D49).
+
+    A closed socket counts against ``max_sockets`` until the context's own thread has
+    reaped it: leave room for peers that come and go."""
     context: Context = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, max_sockets)
     return context
@@ -166,7 +169,7 @@ class ZmqChannel:
     ) -> None:
         self._options = options or ChannelOptions()
         self._owner = OwnerCheck("the control channel", thread_id)
-        self._owned_context = None if context else new_context(self._options.max_peers + 16)
+        self._owned_context = None if context else new_context(2 * self._options.max_peers + 64)
         self._context = context or self._owned_context or new_context()
         self._inbound: Socket = self._context.socket(zmq.PULL)
         configure(self._inbound, self._options)
@@ -249,10 +252,6 @@ class ZmqChannel:
             return sock
         if self._inbound.closed or not is_tcp_address(to):
             return None
-        while len(self._peers) >= self._options.max_peers:
-            _, oldest = self._peers.popitem(last=False)
-            oldest.close(linger=0)
-            self.counters.num_evicted += 1
         try:
             sock = self._context.socket(zmq.PUSH)
         except zmq.ZMQError:  # out of descriptors: as a full queue, the core resends
@@ -263,6 +262,10 @@ class ZmqChannel:
         except zmq.ZMQError:
             sock.close(linger=0)
             return None
+        while len(self._peers) >= self._options.max_peers:
+            _, oldest = self._peers.popitem(last=False)
+            oldest.close(linger=0)
+            self.counters.num_evicted += 1
         self._peers[to] = sock
         return sock
 
