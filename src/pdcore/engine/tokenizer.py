@@ -41,7 +41,7 @@ _DIGITS_FIRST: Final = {"smollm": True, "gpt-2": False}
 Message = Mapping[str, object]
 
 
-def _byte_symbols() -> dict[str, int]:
+def byte_symbols() -> dict[str, int]:
     """GPT-2's printable stand-in of every byte: symbol -> byte."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(kept)]
@@ -64,7 +64,7 @@ class Tokenizer:
         chat_template: str | None,
         special_texts: Mapping[str, str],
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.eos_token_ids = frozenset(eos_token_ids)
         self.chat_template = chat_template
         self.special_texts = dict(special_texts)
@@ -136,7 +136,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens spelled out in it become special tokens."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -176,22 +176,22 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """Bytes of every id; empty for special tokens and holes in the numbering."""
-        symbols = _byte_symbols()
-        table = [b""] * (max(self._backend.get_vocab(True).values(), default=-1) + 1)
-        for token, index in self._backend.get_vocab(True).items():
+        symbols = byte_symbols()
+        table = [b""] * (max(self.backend.get_vocab(True).values(), default=-1) + 1)
+        for token, index in self.backend.get_vocab(True).items():
             if all(symbol in symbols for symbol in token):
                 table[index] = bytes(symbols[symbol] for symbol in token)
             else:
                 table[index] = token.encode()
-        for index, added in self._backend.get_added_tokens_decoder().items():
+        for index, added in self.backend.get_added_tokens_decoder().items():
             table[index] = b"" if added.special else added.content.encode()
         return table
 
     @cached_property
     def missing_bytes(self) -> frozenset[int]:
         """Byte values that ``encode`` drops because the vocabulary has no symbol for them."""
-        vocab = self._backend.get_vocab(False)
-        return frozenset(byte for symbol, byte in _byte_symbols().items() if symbol not in vocab)
+        vocab = self.backend.get_vocab(False)
+        return frozenset(byte for symbol, byte in byte_symbols().items() if symbol not in vocab)
 
     def export(self, folder: Path, *, max_model_len: int = 8192) -> None:
         """Write tokenizer.json, tokenizer_config.json and a minimal config.json.
@@ -200,7 +200,7 @@ class Tokenizer:
         conversion of their own (see the module's text).
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
+        self.backend.save(str(folder / "tokenizer.json"))
         config: dict[str, object] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,

@@ -146,7 +146,7 @@ def _open_if_valid(
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
                 return None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:
         raise EngineError(f"{path}: cannot read the weight cache: {exc}") from exc

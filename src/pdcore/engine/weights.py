@@ -149,7 +149,7 @@ _GGUF_NAMES: Final = {
     "down": "ffn_down",
 }
 
-_HF_NAMES: Final = {
+HF_NAMES: Final = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -197,7 +197,7 @@ class SafetensorsWeights:
     def part(self, name: str) -> Float32Array:
         layer, _, what = name.rpartition(".")
         prefix = f"model.layers.{layer}." if layer else ""
-        full = f"{prefix}{_HF_NAMES[what]}.weight"
+        full = f"{prefix}{HF_NAMES[what]}.weight"
         # Some exports store a tied matrix only under the output's name.
         if what == "embed" and full not in self._files and self.config.tie_embeddings:
             full = "lm_head.weight"

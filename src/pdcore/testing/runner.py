@@ -18,7 +18,7 @@ import numpy as np
 
 from pdcore.engine.base import ModelRunner
 from pdcore.errors import EngineError
-from pdcore.testing.runner_rig import GREEDY, ContractError, Rig, TestedSequence
+from pdcore.testing.runner_rig import GREEDY, ContractError, Rig, RigSequence
 from pdcore.types import NULL_BLOCK, Batch, Phase, SamplingParams
 
 MakeRunner = Callable[[], ModelRunner]
@@ -53,7 +53,7 @@ class Contract:
         self.expect(found == expected, f"{what}: tokens {found}, expected {expected}")
 
     def expect_same_kv(
-        self, a: tuple[Rig, TestedSequence], b: tuple[Rig, TestedSequence], n: int
+        self, a: tuple[Rig, RigSequence], b: tuple[Rig, RigSequence], n: int
     ) -> None:
         """KV of the first n positions equal, up to rounding for floating point caches."""
         pairs = zip(a[0].values(a[1], n), b[0].values(b[1], n), strict=True)

@@ -22,7 +22,7 @@ class ContractError(AssertionError):
 
 
 @attrs.frozen
-class TestedSequence:
+class RigSequence:
     """One sequence of a check: an id, its tokens so far, its blocks by manager key."""
 
     seq_id: int
@@ -40,15 +40,15 @@ class Rig:
         self._rng = rng
         self._next_seq_id = 0
         self._next_batch_id = 0
-        self.placement: KVPlacement = runner.initialize_cache(num_blocks, self._allocate)
+        self.placement: KVPlacement = runner.initialize_cache(num_blocks, self.allocate)
 
-    def _allocate(self, size_bytes: int) -> tuple[int, memoryview]:
+    def allocate(self, size_bytes: int) -> tuple[int, memoryview]:
         if self.memory:
             raise ContractError("placement: allocate was called twice")
         self.memory = bytearray(size_bytes)
         return 7, memoryview(self.memory)
 
-    def sequences(self, prompts: Collection[Sequence[int]], room: int) -> list[TestedSequence]:
+    def sequences(self, prompts: Collection[Sequence[int]], room: int) -> list[RigSequence]:
         """Fresh sequences with distinct random blocks for ``room`` more tokens each."""
         sizes = self.runner.kv_cache_spec.block_sizes
         free = list(range(1, self._num_blocks))
@@ -60,13 +60,13 @@ class Rig:
                 key: [free.pop() for _ in range(-(-(len(prompt) + room) // size))]
                 for key, size in sizes.items()
             }
-            made.append(TestedSequence(self._next_seq_id, list(prompt), blocks))
+            made.append(RigSequence(self._next_seq_id, list(prompt), blocks))
         return made
 
     def step(
         self,
         phase: Phase,
-        work: Collection[tuple[TestedSequence, int, int]],
+        work: Collection[tuple[RigSequence, int, int]],
         sampling: SamplingParams = GREEDY,
     ) -> StepOutput:
         """Run positions [start, end) of each sequence; the last chunk samples."""
@@ -86,7 +86,7 @@ class Rig:
 
     def prefill(
         self,
-        seqs: Collection[TestedSequence],
+        seqs: Collection[RigSequence],
         chunk: int | None = None,
         sampling: SamplingParams = GREEDY,
     ) -> None:
@@ -102,7 +102,7 @@ class Rig:
             self.step(Phase.PREFILL, work, sampling)
 
     def decode(
-        self, seqs: Collection[TestedSequence], num_steps: int, sampling: SamplingParams = GREEDY
+        self, seqs: Collection[RigSequence], num_steps: int, sampling: SamplingParams = GREEDY
     ) -> None:
         for _ in range(num_steps):
             work = [(seq, len(seq.token_ids) - 1, len(seq.token_ids)) for seq in seqs]
@@ -130,7 +130,7 @@ class Rig:
             start : start + self.runner.kv_cache_spec.entries[entry].item_len
         ]
 
-    def copy_to(self, other: Rig, seq: TestedSequence, room: int) -> TestedSequence:
+    def copy_to(self, other: Rig, seq: RigSequence, room: int) -> RigSequence:
         """Hand a sequence over: its KV bytes into other blocks of another runner."""
         (twin,) = other.sequences([seq.token_ids], room)
         for i, entry in enumerate(self.runner.kv_cache_spec.entries):
@@ -140,15 +140,15 @@ class Rig:
         return twin
 
     def values(
-        self, seq: TestedSequence, num_tokens: int
+        self, seq: RigSequence, num_tokens: int
     ) -> Iterator[tuple[str, NDArray[np.float64]]]:
         """(dtype, KV values of the first ``num_tokens`` positions) of each entry."""
         for i, entry in enumerate(self.runner.kv_cache_spec.entries):
             raw = b"".join(bytes(self.block(i, b)) for b in seq.blocks[entry.manager_key])
-            yield entry.dtype, _as_float(raw[: num_tokens * entry.token_bytes], entry.dtype)
+            yield entry.dtype, as_float(raw[: num_tokens * entry.token_bytes], entry.dtype)
 
 
-def _as_float(raw: bytes, dtype: str) -> NDArray[np.float64]:
+def as_float(raw: bytes, dtype: str) -> NDArray[np.float64]:
     if dtype == "bfloat16":
         bits = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
