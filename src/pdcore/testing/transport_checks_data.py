@@ -10,7 +10,7 @@ import numpy as np
 from pdcore.kv.plan import Int64Array, WriteBatch
 from pdcore.testing.transport_harness import Pair, TransportHarness, make_batch, make_lease
 from pdcore.testing.transport_peer import pattern
-from pdcore.testing.transport_watch import Watched, pump
+from pdcore.testing.transport_watch import Watched, pump, same
 from pdcore.transports.base import HandleStatus, Region
 
 MIB = 1 << 20
@@ -114,7 +114,7 @@ def tiny_and_huge(harness: TransportHarness) -> None:
 
         def notified() -> bool:
             if pair.receiver.record.notes or handle in pair.sender.record.ended:
-                assert pair.target.buffer[4096:last] == pair.source.buffer[4096:last]
+                assert same(pair.target.buffer[4096:last], pair.source.buffer[4096:last])
                 assert pair.target.buffer[:64] == pair.source.buffer[:64]
             return bool(pair.receiver.record.notes)
 

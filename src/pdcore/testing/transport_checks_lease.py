@@ -10,7 +10,7 @@ from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.testing.transport_checks_data import MIB, expect, finish
 from pdcore.testing.transport_harness import Pair, TransportHarness, make_batch, make_lease
-from pdcore.testing.transport_watch import pump, settle
+from pdcore.testing.transport_watch import is_zero, pump, settle
 from pdcore.transports.base import HandleStatus, PeerSession, RemoteLease, Revocation
 from pdcore.types import LeaseId
 
@@ -164,8 +164,8 @@ def cancel_quiesces(harness: TransportHarness) -> None:
         assert cancelled, "four transfers of 30 MiB ended before they could be cancelled"
         notified = len(pair.receiver.record.notes)
         assert notified == len(handles) - len(cancelled), "a cancelled handle was notified"
-        assert not any(pair.target.buffer[:MIB])
-        assert not any(pair.target.buffer[size - MIB :])
+        assert is_zero(pair.target.buffer[:MIB])
+        assert is_zero(pair.target.buffer[size - MIB :])
 
 
 def revoke_ends_writes(harness: TransportHarness) -> None:
@@ -251,7 +251,7 @@ def disconnect_ends_handles(harness: TransportHarness) -> None:
         record = pair.sender.record
         pump(pair.sender, pair.receiver, until=lambda: record.quiesced >= set(handles))
         assert HandleStatus.CANCELLED not in record.ended.values()
-        assert not any(pair.target.buffer[size // 2 :])
+        assert is_zero(pair.target.buffer[size // 2 :])
         unknown = PeerSession(10**6, pair.session.incarnation)
         for session in (pair.session, unknown):
             try:

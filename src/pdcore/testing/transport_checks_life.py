@@ -10,7 +10,7 @@ import time
 from pdcore.errors import PeerGone, TransportError
 from pdcore.testing.transport_checks_data import MIB, finish
 from pdcore.testing.transport_harness import Pair, TransportHarness
-from pdcore.testing.transport_watch import Watched, pump
+from pdcore.testing.transport_watch import Watched, is_zero, pump
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.types import Incarnation
 
@@ -155,8 +155,8 @@ def buffers_outlive_close(harness: TransportHarness) -> None:
     assert target[:4096] == source[:4096]
     source[:] = bytes(len(source))
     target[:] = bytes(len(target))
-    assert not any(source)
-    assert not any(target)
+    assert is_zero(source)
+    assert is_zero(target)
 
 
 def too_much_memory(harness: TransportHarness) -> None:

@@ -22,7 +22,7 @@ from pdcore.testing.transport_harness import (
     make_lease,
 )
 from pdcore.testing.transport_peer import pattern
-from pdcore.testing.transport_watch import Watched, pump, settle
+from pdcore.testing.transport_watch import Watched, is_zero, pump, same, settle
 from pdcore.transports.base import HandleStatus, RemoteLease
 
 SIZE = 16 * MIB
@@ -73,8 +73,8 @@ def writes_arrive(harness: TransportHarness) -> None:
         mine.transport.grant(lease)
         peer.submit(remote, local.region_id, one_piece(MIB, SIZE), lease, b"theirs")
         pump(mine, until=lambda: peer_drives(peer) and mine.record.payloads == [b"theirs"])
-        assert local.buffer[MIB:] == pattern(SIZE, 5)[MIB:]
-        assert not any(local.buffer[:MIB])
+        assert same(local.buffer[MIB:], pattern(SIZE, 5)[MIB:])
+        assert is_zero(local.buffer[:MIB])
         session = mine.transport.connect(peer.descriptor())
         local.buffer[:] = pattern(SIZE, 6)
         peer.fill(remote, 6)
@@ -113,7 +113,7 @@ def sender_killed(harness: TransportHarness) -> None:
         if death.fenced:
             local.buffer[:] = bytes(SIZE)
             settle(mine, quiet_s=harness.quiet_s)
-            assert not any(local.buffer), "bytes landed after a fenced death"
+            assert is_zero(local.buffer), "bytes landed after a fenced death"
         settle(mine, quiet_s=harness.quiet_s)
         assert len(mine.record.notes) < 40
         assert len(mine.record.deaths) == 1
@@ -207,7 +207,7 @@ def sender_stopped(harness: TransportHarness) -> None:
         found = completions(peer, mine, 20)
         assert {event["status"] for event in found} == {"done"}
         pump(mine, until=lambda: len(mine.record.notes) == 20)
-        assert local.buffer[MIB:] == pattern(SIZE, 5)[MIB:]
+        assert same(local.buffer[MIB:], pattern(SIZE, 5)[MIB:])
         settle(mine, quiet_s=harness.quiet_s)
         assert len(mine.record.notes) == 20
 

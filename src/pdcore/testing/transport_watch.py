@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 import attrs
+import numpy as np
 
 from pdcore.transports.base import (
     Completion,
@@ -115,3 +116,11 @@ def wait_readable(watched: tuple[Watched, ...], timeout_s: float) -> None:
         else:
             poller.register(fd, select.POLLIN)
     poller.poll(max(1, int(timeout_s * 1000)))
+
+
+def is_zero(buffer: bytes | memoryview) -> bool:
+    return not np.frombuffer(buffer, np.uint8).any()
+
+
+def same(one: bytes | memoryview, other: bytes | memoryview) -> bool:
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))

@@ -81,7 +81,7 @@ def plan_copies(
     span = _check_bounds(cols, space)
     if np.count_nonzero(span) < len(span):
         keep = np.flatnonzero(span)
-        cols, span, space = cols[:, keep], span[keep], space.take(keep)
+        cols, span, space = cols.take(keep, axis=1), span[keep], space.take(keep)
         if not len(span):
             return _EMPTY
     cols, span, start, space = _sort_disjoint(cols, span, space)
@@ -267,7 +267,8 @@ def _sort_disjoint(
     if np.count_nonzero(start[:-1] + span[:-1] <= start[1:]) == len(start) - 1:
         return cols, span, start, space
     order = np.argsort(start)
-    cols, span, start, space = cols[:, order], span[order], start[order], space.take(order)
+    cols, span = cols.take(order, axis=1), span.take(order)
+    start, space = start.take(order), space.take(order)
     if np.count_nonzero(start[:-1] + span[:-1] > start[1:]):
         # Bounding boxes of strided pieces may interleave: look at the rows themselves.
         first, width = _rows_at(cols, start)
@@ -289,18 +290,21 @@ def _rows_at(cols: Int64Array, start: Int64Array) -> tuple[Int64Array, Int64Arra
 def _coalesce(
     cols: Int64Array, span: Int64Array, start: Int64Array, space: _Space
 ) -> tuple[Int64Array, Int64Array, Int64Array, _Space]:
-    """Join runs that continue each other on both sides; sorted by ``start``."""
+    """Join runs that continue each other on both sides; sorted by ``start``. A few
+    neighbours among many scattered blocks stay as they are: joining costs more than
+    the copies it saves, and blocks of one size are copied faster."""
+    worth = 1 if len(start) < 256 else len(start) // 8
     joins = start[:-1] + span[:-1] == start[1:]
-    if not np.count_nonzero(joins):
+    if np.count_nonzero(joins) < worth:
         return cols, span, start, space
     local = cols[LOCAL_OFFSET] + space.local_base
     plain = cols[ROWS] == 1
     joins &= local[:-1] + cols[ROW_BYTES, :-1] == local[1:]
     joins &= plain[:-1] & plain[1:]
-    if not np.count_nonzero(joins):
+    if np.count_nonzero(joins) < worth:
         return cols, span, start, space
     heads = np.concatenate(([0], np.flatnonzero(~joins) + 1))
-    merged = cols[:, heads]
+    merged = cols.take(heads, axis=1)
     merged[ROW_BYTES] = np.add.reduceat(cols[ROW_BYTES], heads)
     spans = np.where(plain[heads], merged[ROW_BYTES], span[heads])
     return merged, spans, start[heads], space.take(heads)

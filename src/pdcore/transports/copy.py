@@ -41,13 +41,20 @@ def copy_steps(
 
 
 def _runs(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:
-    width = int(pieces[0, ROW_BYTES])
-    if 0 < width <= chunk_bytes and len(pieces) > 1 and (pieces[:, ROW_BYTES] == width).all():
-        grids = _grid(src, pieces[:, LOCAL_OFFSET], width), _grid(dst, pieces[:, 1], width)
-        if grids[0] is not None and grids[1] is not None:
-            yield from _blocks(*grids[0], *grids[1], chunk_bytes // width, width)
-            return
-    yield from _slices(pieces, src, dst, chunk_bytes)
+    widths = pieces[:, ROW_BYTES]
+    middle = len(widths) // 2
+    width = int(np.partition(widths, middle)[middle])
+    alike = widths == width
+    # Most blocks have the usual size; a few neighbours were joined into longer runs.
+    if width <= chunk_bytes and len(widths) > 1 and 2 * np.count_nonzero(alike) > len(widths):
+        usual = pieces[alike]
+        source = _grid(src, usual[:, LOCAL_OFFSET], width)
+        target = _grid(dst, usual[:, REMOTE_OFFSET], width)
+        if source is not None and target is not None:
+            yield from _blocks(*source, *target, chunk_bytes // width, width)
+            pieces = pieces[~alike]
+    if len(pieces):
+        yield from _slices(pieces, src, dst, chunk_bytes)
 
 
 def _grid(array: ByteArray, offsets: Int64Array, width: int) -> tuple[ByteArray, list[int]] | None:
@@ -78,18 +85,30 @@ def _blocks(
 
 
 def _slices(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:
-    copied = 0
-    rows = pieces[:, [LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES]].tolist()
-    for lo, ro, width in rows:
-        while width:
-            take = min(width, chunk_bytes - copied)
-            dst[ro : ro + take] = src[lo : lo + take]
-            lo, ro, width, copied = lo + take, ro + take, width - take, copied + take
-            if copied >= chunk_bytes:
-                yield copied
-                copied = 0
-    if copied:
-        yield copied
+    start, into, width = _cut(pieces, chunk_bytes)
+    done = np.cumsum(width)
+    # Steps end where the next row would exceed the chunk; a row is never longer than one.
+    step_of = (done - 1) // chunk_bytes
+    ends = [*(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(width)]
+    bounds = start.tolist(), (start + width).tolist(), into.tolist(), (into + width).tolist()
+    at, copied = 0, 0
+    for end in ends:
+        for a, b, c, d in zip(*(column[at:end] for column in bounds), strict=True):
+            dst[c:d] = src[a:b]
+        yield int(done[end - 1]) - copied
+        at, copied = end, int(done[end - 1])
+
+
+def _cut(pieces: Int64Array, chunk_bytes: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Local offset, remote offset and bytes of rows no longer than a chunk."""
+    width = pieces[:, ROW_BYTES]
+    parts = -(-width // chunk_bytes)
+    if parts.max() == 1:
+        return pieces[:, LOCAL_OFFSET], pieces[:, REMOTE_OFFSET], width
+    index = np.repeat(np.arange(len(parts)), parts)
+    skip = (np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)) * chunk_bytes
+    left = np.minimum(width[index] - skip, chunk_bytes)
+    return pieces[index, LOCAL_OFFSET] + skip, pieces[index, REMOTE_OFFSET] + skip, left
 
 
 def _strided(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:

@@ -110,6 +110,12 @@ class RegionTable:
         grant = self._grants.get(lease)
         return None if grant is None or grant.revoked else grant.lease
 
+    def clear(self) -> None:
+        """Let go of everything at the end: memory lives on only under others' views."""
+        for table in (self.arrays, self.sizes, self._regions, self._pins, self._grants):
+            table.clear()
+        self._targets.clear()
+
     def __repr__(self) -> str:
         return (
             f"RegionTable(regions={len(self._regions)}, leases={len(self._grants)}, "

@@ -181,6 +181,7 @@ class ShmTransport:
         # BYE promises that nothing of this incarnation lands any more. Whatever thread
         # is left over may still ring the bell.
         self._links.close(None if left else BYE, keep_bell=bool(left))
+        self._regions.clear()
         return left
 
 

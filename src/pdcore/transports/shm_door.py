@@ -84,16 +84,18 @@ class Door:
         return found
 
     def close(self, timeout_s: float) -> bool:
-        """Hang up; False when the thread did not end in time."""
+        """Answer nobody any more; False when the thread did not end in time. Whoever was
+        answered is still among the arrivals."""
         os.eventfd_write(self._stop, 1)
         self._thread.join(timeout_s)
         ended = not self._thread.is_alive()
         if ended:
-            self.abandon()
+            self._listener.close()
+            os.close(self._stop)
         return ended
 
     def abandon(self) -> None:
-        """Close the descriptors only: the thread has ended, or is the parent's (fork)."""
+        """In a forked child, where the thread is not: close the descriptors."""
         self._listener.close()
         os.close(self._stop)
         for arrival in self.arrivals():

@@ -78,6 +78,9 @@ class Receiver:
         left = []
         if self._door is not None and not self._door.close(timeout_s):
             left.append("the thread that answers connections")
+        # Those who were answered but never polled for must hear of the end, too.
+        self.welcome()
+        self._door = None
         with self._sharing:
             for segment in self._segments.values():
                 os.close(segment.fd)

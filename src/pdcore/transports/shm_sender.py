@@ -20,7 +20,7 @@ from pdcore.transports.base import (
     RemoteLease,
     TransportEvent,
 )
-from pdcore.transports.check import CopyPlan, plan_copies
+from pdcore.transports.check import plan_copies
 from pdcore.transports.copy import ByteArray, copy_steps
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.process_proof import ProcessKey, boot_id, open_pidfd, this_process
@@ -41,9 +41,9 @@ from pdcore.transports.shm_wire import (
 )
 from pdcore.types import Incarnation, LeaseId
 
-#: Copied by ``submit`` itself: waking a thread takes longer than copying so little.
-INLINE_BYTES: Final = 512 * 1024
-INLINE_PIECES: Final = 64
+#: ``submit`` itself copies for so long (and one chunk more): a few MiB are in place before
+#: another thread would have woken up. The rest is the mover's.
+INLINE_S: Final = 0.001
 
 
 class Sender:
@@ -108,10 +108,9 @@ class Sender:
             notify,
             tuple(pair.local_region for pair in plan.pairs),
         )
-        if not link.jobs and _is_small(plan):
-            ended = advance(job)
-            while ended is None:
-                ended = advance(job)
+        # Not ahead of what waits already: a session's transfers end in order.
+        ended = None if link.jobs else _advance_for(job, INLINE_S)
+        if ended is not None:
             self._report(link, ended)
             self._links.ring()
         else:
@@ -169,9 +168,12 @@ class Sender:
                 job.stop = status, why
 
 
-def _is_small(plan: CopyPlan) -> bool:
-    pieces = sum(len(pair.pieces) for pair in plan.pairs)
-    return plan.num_bytes <= INLINE_BYTES and pieces <= INLINE_PIECES
+def _advance_for(job: Job, seconds: float) -> Ended | None:
+    deadline = time.monotonic() + seconds
+    while True:
+        ended = advance(job)
+        if ended is not None or time.monotonic() >= deadline:
+            return ended
 
 
 def _check_notify(link: Link, notify: bytes) -> None:
