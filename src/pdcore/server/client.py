@@ -165,7 +165,7 @@ class HttpClient:
         """Close every connection; requests in flight fail with ConnectionLost."""
         self._closed = True
         for connection in list(self._open):
-            connection.abort()
+            connection.fail(ConnectionLost("the client is closed", sent=True))
         for pool in self._pools.values():
             for waiter in pool.waiters:
                 if not waiter.done():

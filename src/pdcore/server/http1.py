@@ -29,10 +29,10 @@ from pdcore.server.exchange import (
 class _Watch:
     """The timer of one exchange: silence and total time, one loop timer for both."""
 
-    __slots__ = ("_connection", "_deadline_s", "_handle", "_loop", "_read_s", "last_s")
+    __slots__ = ("_deadline_s", "_exchange", "_handle", "_loop", "_read_s", "last_s")
 
-    def __init__(self, connection: Connection, timeout: Timeout) -> None:
-        self._connection = connection
+    def __init__(self, exchange: Exchange, timeout: Timeout) -> None:
+        self._exchange = exchange
         self._loop = asyncio.get_running_loop()
         self.last_s = self._loop.time()
         self._read_s = timeout.read_s
@@ -51,14 +51,14 @@ class _Watch:
     def _fire(self) -> None:
         now = self._loop.time()
         if self._deadline_s is not None and now >= self._deadline_s:
-            self._connection.fail(ResponseTimeout("no complete response in time", sent=True))
+            self._exchange.fail(ResponseTimeout("no complete response in time", sent=True))
         elif self._read_s is not None and now >= self.last_s + self._read_s:
-            if self._connection.is_paused:  # our reader is slow, not the peer
+            if self._exchange.is_paused:  # our reader is slow, not the peer
                 self.last_s = now
                 self._arm()
             else:
                 silent = f"no byte for {self._read_s:g} s"
-                self._connection.fail(ResponseTimeout(silent, sent=True))
+                self._exchange.fail(ResponseTimeout(silent, sent=True))
         else:
             self._arm()
 
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
             return False
         exchange.sent = True
         exchange.attach(self)
-        self._watch = _Watch(self, timeout)
+        self._watch = _Watch(exchange, timeout)
         return True
 
     def is_stale(self, now_s: float) -> bool:
@@ -144,10 +144,6 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
-    @property
-    def is_paused(self) -> bool:
-        return self._exchange is not None and self._exchange.is_paused
-
     # --- asyncio.Protocol ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -167,9 +163,8 @@ class Connection(asyncio.Protocol):
             self.fail(ProtocolError("unexpected protocol upgrade", sent=True))
         except httptools.HttpParserError as error:
             self.fail(ProtocolError(f"not an HTTP/1.1 response: {error}", sent=True))
-        limit = self._limits.max_header_bytes
-        if self._quiet_bytes > limit or self._head_bytes > limit:
-            self.fail(ResponseTooLarge(f"response head exceeds {limit} bytes", sent=True))
+        if self._quiet_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -186,10 +181,15 @@ class Connection(asyncio.Protocol):
         self._on_closed(self)
 
     def fail(self, error: HttpError) -> None:
+        """End what runs on this connection with an error, and close it."""
         if self._exchange is not None:
             self._exchange.fail(error)
         else:
             self.abort()
+
+    def _refuse_head(self) -> None:
+        limit = self._limits.max_header_bytes
+        self.fail(ResponseTooLarge(f"response head exceeds {limit} bytes", sent=True))
 
     # --- httptools callbacks -------------------------------------------------------------
 
@@ -199,6 +199,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
         exchange = self._exchange
         if exchange is None or exchange.status:  # closed, or a trailer
             return
