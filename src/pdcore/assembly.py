@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import select
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
@@ -27,16 +26,10 @@ from pdcore.scheduler.consensus import Consensus, LocalConsensus
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.scheduler.setup import CoreSetup
+from pdcore.system_clock import SystemClock
 from pdcore.transports.base import Revocation, Transport
 from pdcore.types import PeerRef, Role
 from pdcore.worker import Core, LeaderPort, Ports, Worker
-
-
-class SystemClock:
-    """The machine's clocks."""
-
-    monotonic = staticmethod(time.monotonic)
-    unix = staticmethod(time.time)
 
 
 @attrs.frozen

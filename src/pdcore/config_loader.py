@@ -12,13 +12,10 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Final, TypeVar, get_type_hints
 
 import attrs
 import msgspec
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from pdcore.config import (
     SCHEDULER_OWNED,
@@ -33,6 +30,9 @@ from pdcore.config import (
 )
 from pdcore.config.constants import FLAG_SECTIONS, SECTIONS
 from pdcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ruamel.yaml.comments import CommentedMap
 
 #: A configuration file is a page of text; anything larger is another file by mistake.
 MAX_FILE_BYTES: Final = 1 << 20
@@ -156,6 +156,10 @@ def _show(value: object) -> str:
 
 def read_yaml(path: str | os.PathLike[str]) -> CommentedMap:
     """The top-level mapping of a file. Raises ConfigError for anything else."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
     name = str(path)
     try:
         data = Path(path).read_bytes()
@@ -193,6 +197,8 @@ def load_instance(
 
     ``flags`` maps a section to the values given on the command line. Raises ConfigError.
     """
+    from ruamel.yaml.comments import CommentedMap
+
     document = read_yaml(path) if path is not None else CommentedMap()
     name = "flags" if path is None else str(path)
     _check_sections(name, document)
@@ -214,6 +220,9 @@ def load_instance(
 def parse_setting(text: str) -> tuple[str, str, object]:
     """``section.field=value`` of a ``--set`` flag -> (section, field, value as YAML reads
     it). Raises ConfigError."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
     key, equals, written = text.partition("=")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot or not field:
@@ -233,6 +242,8 @@ def _merge(
     cls: type[C], title: str, name: str, document: CommentedMap, given: Mapping[str, object]
 ) -> C:
     """One section of the file with the flags laid over it."""
+    from ruamel.yaml.comments import CommentedMap
+
     written = document.get(title)
     if written is None:
         written = CommentedMap()

@@ -21,7 +21,6 @@ from typing import Final
 import attrs
 from starlette.types import ASGIApp
 
-from pdcore.assembly import SystemClock
 from pdcore.config import InstanceConfig, worker_config
 from pdcore.control.link import LeaderLink
 from pdcore.control.messages import WorkerMessage, WorkerReady
@@ -37,6 +36,7 @@ from pdcore.server.models import load_text
 from pdcore.server.process import Bound, Child, Failed, Health, Progress, Ready, Report, spawn
 from pdcore.server.serve import AppServer, bind, port_of
 from pdcore.server.workers import WorkerRegistry
+from pdcore.system_clock import SystemClock
 from pdcore.topology import ParallelLayout, place_node
 from pdcore.types import Role
 

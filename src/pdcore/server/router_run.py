@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdcore.assembly import SystemClock
 from pdcore.config import RouterConfig
 from pdcore.router.core import RouterLimits
 from pdcore.server.process import Bound, Ready, Report
 from pdcore.server.router import create_router_app
 from pdcore.server.serve import AppServer, bind
+from pdcore.system_clock import SystemClock
 
 
 async def run_router(

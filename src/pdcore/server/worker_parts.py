@@ -11,7 +11,7 @@ from typing import Final
 
 import attrs
 
-from pdcore.assembly import SystemClock, WorkerOptions, build_worker
+from pdcore.assembly import WorkerOptions, build_worker
 from pdcore.background import Background
 from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
@@ -23,6 +23,7 @@ from pdcore.errors import ConfigError
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.server.registration import Registration
 from pdcore.server.routes import LOOPBACK_HOSTS, RouteFetcher
+from pdcore.system_clock import SystemClock
 from pdcore.transports import registry
 from pdcore.transports.base import Transport
 from pdcore.types import Incarnation, Role

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from pdcore.assembly import SystemClock
 from pdcore.control.bootstrap_client import CallReply, Registrar
 from pdcore.errors import failure
 from pdcore.server.registration import Registration
+from pdcore.system_clock import SystemClock
 
 BOUND_S = 20.0
 REFUSED = CallReply(failure("unreachable", "nobody listens"))
