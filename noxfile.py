@@ -43,8 +43,8 @@ def pytest(session: nox.Session, *args: str, profile: str = "ci", workers: int =
     parallel = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
     env = KEEP_BYTECODE | {
         "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", profile),
-        # Two workers on two cores: more threads inside each only get in one another's way.
-        "OMP_NUM_THREADS": "1",
+        # As many threads as cores, not workers times cores.
+        "OMP_NUM_THREADS": str(max(1, 2 // workers)),
         "HF_HUB_OFFLINE": "1",
     }
     session.run("python", "-m", "pytest", *parallel, *(session.posargs or args), env=env)
