@@ -33,7 +33,7 @@ Every setting, its default and its reason: `pdcore settings`.
 """
 
 #: In the order of the help page: pdcore.cli.<name> has the function of that name.
-COMMANDS: Final = ("demo", "up", "doctor", "settings", "diagram")
+COMMANDS: Final = ("demo", "up", "serve", "doctor", "settings", "diagram")
 
 
 def build_app() -> App:

@@ -48,8 +48,11 @@ def demo(
     goes to the router; prefill computes its KV cache, which moves to decode, which answers.
     The first start converts the model's weights, once.
 
-    Examples: `pdcore demo`, `pdcore demo --keep` (then use your own client),
-    `pdcore demo --simulated` (no model, no torch)
+    Examples:
+
+    - `pdcore demo`
+    - `pdcore demo --keep`: then use your own client
+    - `pdcore demo --simulated`: no model, no torch
 
     Parameters
     ----------
@@ -124,7 +127,7 @@ async def _ask_all(
         return 1
     finally:
         await client.aclose()
-    console.print(timeline_table(prompts, answers, token_bytes))
+    console.print(timeline_table(answers, token_bytes))
     return 0
 
 
@@ -149,37 +152,31 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def timeline_table(
-    prompts: Sequence[Prompt], answers: Sequence[Answered], token_bytes: int
-) -> Table:
-    """Per request: where its time went in milliseconds, and what was moved."""
+def timeline_table(answers: Sequence[Answered], token_bytes: int) -> Table:
+    """Per request: prompt and output tokens, where its time went, and what was moved."""
     from rich.table import Table
 
     from pdcore.cli.asking import stages
 
-    table = Table(title="where the time went (ms)", title_justify="left", box=None, pad_edge=False)
-    table.add_column("request", max_width=24, overflow="ellipsis", no_wrap=True)
-    columns = (
-        "prompt",
-        "output",
-        "queue",
-        "prefill",
-        "handshake",
-        "transfer",
-        "decode",
-        "KV",
-        "rate",
+    table = Table(
+        title="where the time went (ms)",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for column in columns:
+    table.add_column("#", no_wrap=True)
+    times = ("queue", "prefill", "handshake", "transfer", "decode")
+    for column in ("tokens", *times, "KV", "rate"):
         table.add_column(column, justify="right", no_wrap=True)
-    for prompt, answered in zip(prompts, answers, strict=True):
+    for number, answered in enumerate(answers, 1):
         s = stages(answered, token_bytes)
-        times = (s.queue_s, s.prefill_s, s.handshake_s, s.transfer_s, s.decode_s)
+        seconds = (s.queue_s, s.prefill_s, s.handshake_s, s.transfer_s, s.decode_s)
         table.add_row(
-            prompt.title,
-            str(answered.prompt_tokens),
-            str(answered.completion_tokens),
-            *(f"{seconds * 1000:.1f}" for seconds in times),
+            str(number),
+            f"{answered.prompt_tokens}+{answered.completion_tokens}",
+            *(f"{one * 1000:.1f}" for one in seconds),
             size(s.kv_bytes),
             f"{size(s.rate)}/s" if s.rate else "",
         )

@@ -14,9 +14,9 @@ from pdcore.config import SIMULATED, InstanceConfig
 from pdcore.config_loader import Environment, load_environment, load_instance, parse_setting
 from pdcore.errors import ConfigError
 
-Switch = Annotated[bool, Parameter(negative="")]
+Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 #: Values separated by commas or given several times.
-Words = Annotated[tuple[str, ...], Parameter(negative="")]
+Words = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
 
 @Parameter(name="*")

@@ -1,1 +1,205 @@
-"""placeholder"""
+"""``pdcore serve``: one role of a cluster that spans machines, in the foreground."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import attrs
+from cyclopts import Parameter
+
+from pdcore.cli.options import (
+    EngineFlags,
+    Flags,
+    Words,
+    Workplace,
+    complain,
+    instance_config,
+    split_words,
+    workplace,
+)
+from pdcore.config.deploy import BOOTSTRAP_PORT
+from pdcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdcore.config import RouterConfig
+    from pdcore.server.leader_main import Spec
+    from pdcore.server.process import Report
+
+#: Flags that mean something to some roles only.
+_ONLY_FOR: Final = {
+    "yaml_file_path": ("prefill", "decode"),
+    "ips": ("prefill", "decode"),
+    "node_index": ("prefill", "decode"),
+    "devices_per_node": ("prefill", "decode"),
+    "prefill_ips": ("decode",),
+    "prefill_addrs": ("router",),
+    "decode_addrs": ("router",),
+}
+
+
+@Parameter(name="*")
+@attrs.frozen
+class NodeFlags:
+    """Where this process is and whom it talks to."""
+
+    yaml_file_path: Path | None = None
+    """Settings of the role (examples/configs); flags win."""
+    host: str | None = None
+    """What to bind; default 127.0.0.1, 0.0.0.0 for all interfaces."""
+    port: int | None = None
+    """HTTP port; default 8001 prefill, 8100 decode, 8000 router; 0 takes a free one."""
+    node_index: int | None = None
+    """Position of this node in --ips; default 0."""
+    devices_per_node: int | None = None
+    """Workers that one node holds; default 1."""
+    ips: Words = ()
+    """Nodes of this role in order, separated by commas; others connect to ips[node-index]."""
+    prefill_ips: Words = ()
+    """Decode: nodes whose bootstrap servers it may ask. Default: this machine."""
+    bootstrap_port: Annotated[tuple[int, ...], Parameter(negative="", show_default=False)] = ()
+    """Of bootstrap servers; default 18800. The router takes one for all, or one each."""
+    prefill_addrs: Words = ()
+    """Router: leaders of prefill instances, host:port, separated by commas."""
+    decode_addrs: Words = ()
+    """Router: leaders of decode instances, host:port, separated by commas."""
+
+
+def serve(
+    *,
+    role: Literal["prefill", "decode", "router"],
+    node: NodeFlags | None = None,
+    engine: EngineFlags | None = None,
+) -> int:
+    """Run one role until SIGTERM or Ctrl-C, which drain; a second one ends it at once.
+
+    Processes may start in any order: the router answers 503 while instances are missing,
+    decode asks prefill's bootstrap server when the first request names it. Without
+    addresses everything is on this machine. Logs of workers: log_RANK.log in PDCORE_RUN_DIR.
+
+    Examples:
+
+    - `pdcore serve --role prefill`
+    - `pdcore serve --role decode`
+    - `pdcore serve --role router --prefill-addrs 127.0.0.1:8001 --decode-addrs 127.0.0.1:8100`
+
+    The same on two machines, 10.0.0.1 and 10.0.0.2:
+
+    - `pdcore serve --role prefill --ips 10.0.0.1 --host 0.0.0.0`
+    - `pdcore serve --role decode --ips 10.0.0.2 --host 0.0.0.0 --prefill-ips 10.0.0.1`
+
+    Parameters
+    ----------
+    role
+        What this process is.
+    """
+    from pdcore.server.leader_main import LeaderSpec, RouterSpec
+
+    node, engine = node or NodeFlags(), engine or EngineFlags()
+    check_role(role, node)
+    place = workplace()
+    if role == "router":
+        return _run(RouterSpec(router_config(node, engine, place)), place)
+    config = instance_config(
+        engine, place.env, node.yaml_file_path, {"disagg": disagg_flags(role, node)}
+    )
+    return _run(LeaderSpec(config, str(place.cache_dir), str(place.run_dir)), place)
+
+
+def check_role(role: str, node: NodeFlags) -> None:
+    """Raises ConfigError for a flag that this role does not have: it would do nothing (D44)."""
+    given = {name for name, value in attrs.asdict(node).items() if value not in (None, ())}
+    for name, roles in _ONLY_FOR.items():
+        if name in given and role not in roles:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: is for --role {' or '.join(roles)}, not {role}")
+    if role == "router":
+        for name in ("prefill_addrs", "decode_addrs"):
+            if name not in given:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: --role router needs it: host:port of the "
+                    f"{name.removesuffix('_addrs')} leaders, separated by commas"
+                )
+
+
+def disagg_flags(role: str, node: NodeFlags) -> dict[str, object]:
+    """The ``disagg`` section of a prefill or decode process. Raises ConfigError."""
+    if len(node.bootstrap_port) > 1:
+        raise ConfigError(f"--bootstrap-port: --role {role} takes one port")
+    values: dict[str, object] = {
+        "role": role,
+        "host": node.host,
+        "http_port": node.port,
+        "node_index": node.node_index,
+        "devices_per_node": node.devices_per_node,
+        "bootstrap_port": node.bootstrap_port[0] if node.bootstrap_port else None,
+    }
+    ips = split_words(node.ips)
+    index = node.node_index or 0
+    if ips:
+        values["ips"] = list(ips)
+        if not 0 <= index < len(ips):
+            raise ConfigError(f"--node-index: {index} is outside the {len(ips)} addresses of --ips")
+        values["local_ip"] = ips[index]
+    prefill_port = node.bootstrap_port[0] if node.bootstrap_port else BOOTSTRAP_PORT
+    allowed = [f"{ip}:{prefill_port}" for ip in split_words(node.prefill_ips)]
+    if allowed:
+        values["allowed_bootstraps"] = allowed
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def router_config(node: NodeFlags, engine: EngineFlags, place: Workplace) -> RouterConfig:
+    """Raises ConfigError naming the flag."""
+    from pdcore.config import RouterConfig
+    from pdcore.config_loader import build
+
+    unused = [
+        field.name.rstrip("_")
+        for field in attrs.fields(EngineFlags)
+        if field.name != "log_level" and attrs.asdict(engine)[field.name] != field.default
+    ]
+    if unused:
+        flag = f"--{unused[0].replace('_', '-')}"
+        raise ConfigError(f"{flag}: is for --role prefill or decode, not router")
+    values: Flags = {
+        "router": {
+            "host": node.host,
+            "port": node.port,
+            "prefill_addrs": list(split_words(node.prefill_addrs)),
+            "decode_addrs": list(split_words(node.decode_addrs)),
+            "bootstrap_ports": list(node.bootstrap_port) or None,
+            "log_level": engine.log_level or place.env.log_level,
+        }
+    }
+    given = {name: value for name, value in values["router"].items() if value is not None}
+    return build(RouterConfig, given, "router")
+
+
+def _run(spec: Spec, place: Workplace) -> int:
+    from pdcore.server.leader_main import run_process, set_up_logging
+    from pdcore.server.process import EXIT_USAGE, Bound, Failed, Health, Progress, Ready
+
+    set_up_logging(spec)
+
+    def report(news: Report) -> None:
+        match news:
+            case Bound():
+                also = f", bootstrap server on {news.bootstrap}" if news.bootstrap else ""
+                print(f"listening on http://{news.http}{also}", flush=True)
+            case Progress():
+                print(news.text, flush=True)
+            case Ready():
+                print("ready", flush=True)
+            case Health():
+                if news.problems:
+                    print(f"not ready: {'; '.join(news.problems)}", flush=True)
+            case Failed():
+                complain(news.message)
+
+    status = run_process(spec, report)
+    if place.is_temporary and status in (0, EXIT_USAGE):  # then the message says it all
+        shutil.rmtree(place.run_dir, ignore_errors=True)
+    elif status != 0:
+        complain(f"worker logs are in {place.run_dir}")
+    return status

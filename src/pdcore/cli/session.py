@@ -27,6 +27,8 @@ class StatusView:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._shown: dict[str, str] = {}
+        #: What follows is expected, or said once in words.
+        self.is_quiet = False
 
     def __enter__(self) -> StatusView:
         if self._console.is_terminal:
@@ -41,13 +43,20 @@ class StatusView:
     ) -> None:
         self._live.stop()
 
+    def settle(self) -> None:
+        """Everything is up: from now on a change is a line of its own."""
+        self._live.stop()
+        self._shown = {}
+
     def show(self, members: list[Member]) -> None:
-        if self._console.is_terminal:
+        if self.is_quiet:
+            return
+        if self._live.is_started:
             self._live.update(_table(members), refresh=True)
             return
         for member in members:
             line = f"{member.name:<10} {member.status}{_address(member)}"
-            if self._shown.get(member.name) != line:
+            if self._shown.get(member.name) != line and not member.has_ended:
                 self._shown[member.name] = line
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -85,13 +94,14 @@ async def run_cluster(
         status = EXIT_FAILED
         try:
             if await _until_started(cluster, stopping):
-                view.__exit__(None, None, None)
+                view.settle()
                 status = await serve(cluster, stopping)
             else:
                 status = 0
         except ClusterFailed as error:
             complain(str(error))
         finally:
+            view.is_quiet = True
             await cluster.stop()
     if status == 0 and place.is_temporary:
         shutil.rmtree(place.run_dir, ignore_errors=True)

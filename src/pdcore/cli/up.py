@@ -22,8 +22,12 @@ def up(
     Ctrl-C lets running requests finish; a second one ends everything at once. No process is
     left behind, however this one ends.
 
-    Examples: `pdcore up`, `pdcore up --port 9000 --prefill 2 --decode 2`,
-    `pdcore up --model ./my-llama`, `pdcore up --simulated`
+    Examples:
+
+    - `pdcore up`
+    - `pdcore up --port 9000 --prefill 2 --decode 2`
+    - `pdcore up --model ./my-llama`
+    - `pdcore up --simulated`: no model, no torch; prompts are token ids
 
     Then: `curl localhost:8000/v1/completions -H 'content-type: application/json'
     -d '{"prompt": "The sea is", "max_tokens": 16}'`

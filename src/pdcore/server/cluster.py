@@ -71,6 +71,10 @@ class Member:
         self.progress = "starting"
 
     @property
+    def has_ended(self) -> bool:
+        return self.child.exited is not None and self.child.exited.done()
+
+    @property
     def status(self) -> str:
         """One short line for a person."""
         if self.child.exited is not None and self.child.exited.done():

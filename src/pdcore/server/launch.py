@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdcore.config import ServerConfig
 from pdcore.server.process import (
@@ -27,6 +27,13 @@ from pdcore.server.process import (
 )
 
 _log: Final = logging.getLogger(__name__)
+
+
+class GaveUp(NamedTuple):
+    """Why, and the exit status of the last worker: EXIT_USAGE for a mistake of the user's."""
+
+    reason: str
+    status: int
 
 
 class _Slot:
@@ -62,8 +69,8 @@ class Supervisor:
         self._on_progress = on_progress or (lambda rank, text: None)
         self._slots = {rank: _Slot() for rank in ranks}
         self._is_stopping = False
-        #: Resolves to the reason when the instance gives up.
-        self.gave_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: Resolves when the instance gives up.
+        self.gave_up: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
 
     def run(self) -> None:
         """Start every worker and keep them running."""
@@ -114,12 +121,13 @@ class Supervisor:
                 return
             was_ready, slot.is_ready = slot.is_ready, False
             slot.failures += 0 if was_ready else 1
-            _log.error("worker %d: %s", rank, detail)
+            is_over = status == EXIT_USAGE or slot.failures > self._config.max_restarts
+            if is_over and not self.gave_up.done():
+                self.gave_up.set_result(GaveUp(f"worker {rank}: {detail}", status))
             self._on_lost(rank, detail)
-            if status == EXIT_USAGE or slot.failures > self._config.max_restarts:
-                if not self.gave_up.done():
-                    self.gave_up.set_result(f"worker {rank}: {detail}")
+            if is_over:
                 return
+            _log.error("worker %d: %s; it is started again", rank, detail)
             await asyncio.sleep(self._pause_s(slot.failures))
 
     def _pause_s(self, failures: int) -> float:
@@ -146,7 +154,7 @@ class Supervisor:
         finally:
             slot.child = None
         detail = child.failure or describe_exit(status)
-        if child.log is not None:
+        if child.log is not None and status != EXIT_USAGE:
             detail = f"{detail} (log: {child.log})"
         return detail, status
 

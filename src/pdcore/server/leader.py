@@ -30,10 +30,21 @@ from pdcore.fsm.states import InstanceState
 from pdcore.server.bootstrap import create_bootstrap_app
 from pdcore.server.dispatcher import Dispatcher, DispatcherLimits
 from pdcore.server.instance import InstanceOptions, create_instance_app
-from pdcore.server.launch import Supervisor, cpu_slice
+from pdcore.server.launch import GaveUp, Supervisor, cpu_slice
 from pdcore.server.leg import LegOptions
 from pdcore.server.models import load_text
-from pdcore.server.process import Bound, Child, Failed, Health, Progress, Ready, Report, spawn
+from pdcore.server.process import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Bound,
+    Child,
+    Failed,
+    Health,
+    Progress,
+    Ready,
+    Report,
+    spawn,
+)
 from pdcore.server.serve import AppServer, bind, port_of
 from pdcore.server.workers import WorkerRegistry
 from pdcore.system_clock import SystemClock
@@ -108,22 +119,22 @@ class Leader:
         self._report(Bound(self.instance, self.bootstrap))
         servers = [AppServer(app, sock) for app, sock in await self._apps(stopping)]
         started: list[AppServer] = []
-        reason = ""
+        over: GaveUp | None = None
         try:
             await self._link.start()
             for server in servers:
                 started.append(server)
                 await server.start()
             self.supervisor.run()
-            reason = await self._until_over(stopping)
+            over = await self._until_over(stopping)
         finally:
             await self._drain()
             await asyncio.gather(*(server.stop(LAST_ANSWERS_S) for server in started))
             self._link.close(linger_s=0.2)
-        if reason:
-            self._report(Failed(reason))
-            return 1
-        return 0
+        if over is None:
+            return 0
+        self._report(Failed(over.reason))
+        return EXIT_USAGE if over.status == EXIT_USAGE else EXIT_FAILED
 
     def kill(self) -> None:
         """End the workers now: the second Ctrl-C, or draining that took too long."""
@@ -152,21 +163,24 @@ class Leader:
             apps.insert(0, (create_bootstrap_app(table, self._clock, self._token), self._bootstrap))
         return apps
 
-    async def _until_over(self, stopping: asyncio.Event) -> str:
-        """Why the instance ends by itself; empty when it was told to stop."""
+    async def _until_over(self, stopping: asyncio.Event) -> GaveUp | None:
+        """Why the instance ends by itself; None when it was told to stop."""
 
-        async def told() -> str:
+        async def told() -> GaveUp | None:
             await stopping.wait()
-            return ""
+            return None
 
         asked = asyncio.ensure_future(told())
+        gave_up: asyncio.Future[GaveUp | None] = asyncio.ensure_future(self._gave_up())
         try:
-            done, _ = await asyncio.wait(
-                [asked, self.supervisor.gave_up], return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait([asked, gave_up], return_when=asyncio.FIRST_COMPLETED)
         finally:
             asked.cancel()
-        return "" if asked in done else self.supervisor.gave_up.result()
+            gave_up.cancel()
+        return None if asked in done else gave_up.result()
+
+    async def _gave_up(self) -> GaveUp | None:
+        return await asyncio.shield(self.supervisor.gave_up)
 
     async def _drain(self) -> None:
         drain_s = self.config.server.drain_s
@@ -213,8 +227,8 @@ class Leader:
     def _report_changes(self) -> None:
         workers = self.dispatcher.workers
         problems = workers.problems()
-        if problems == self._problems:
-            return
+        if problems == self._problems or self.supervisor.gave_up.done():
+            return  # nothing new, or the reason why it ends says it all
         self._problems = problems
         if workers.state is InstanceState.READY and not self._was_ready:
             self._was_ready = True

@@ -51,6 +51,19 @@ def decode_spec(data: bytes) -> Spec:
         raise ConfigError(f"process configuration: {error}") from None
 
 
+def log_level_of(spec: Spec) -> str:
+    """debug, info, warning or error."""
+    return spec.config.log_level if isinstance(spec, RouterSpec) else spec.config.server.log_level
+
+
+def set_up_logging(spec: Spec) -> None:
+    """To standard error; the web server's own lines only where everything is asked for."""
+    level = log_level_of(spec)
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, force=True)
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
 def main() -> int:
     """Entry point of a child process."""
     parent = enter_child(sys.argv)
@@ -59,8 +72,7 @@ def main() -> int:
     except ConfigError as error:
         parent.report(Failed(str(error)))
         return EXIT_USAGE
-    level = spec.config.log_level if isinstance(spec, RouterSpec) else spec.config.server.log_level
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, force=True)
+    set_up_logging(spec)
     return run_process(spec, parent.report)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pdcore.config import ServerConfig
 from pdcore.server.launch import Supervisor, cpu_slice
-from pdcore.server.process import Child, spawn
+from pdcore.server.process import EXIT_USAGE, Child, spawn
 
 BOUND_S = 30.0
 FAST = ServerConfig(
@@ -112,7 +112,7 @@ def test_restarts_without_becoming_ready_are_bounded() -> None:
     async def main() -> None:
         rig = Rig(["crash"])
         rig.supervisor.run()
-        assert await rig.supervisor.gave_up == "worker 0: exit status 3"
+        assert await rig.supervisor.gave_up == ("worker 0: exit status 3", 3)
         assert len(rig.lost) == FAST.max_restarts + 1
         await rig.supervisor.stop(0)
 
@@ -123,7 +123,7 @@ def test_a_configuration_mistake_is_not_retried() -> None:
     async def main() -> None:
         rig = Rig(["misconfigured"])
         rig.supervisor.run()
-        assert await rig.supervisor.gave_up == "worker 0: the model is missing"
+        assert await rig.supervisor.gave_up == ("worker 0: the model is missing", EXIT_USAGE)
         assert len(rig.lost) == 1
         await rig.supervisor.stop(0)
 
@@ -162,7 +162,8 @@ def test_a_worker_that_is_never_ready_is_ended() -> None:
         config = ServerConfig(ready_timeout_s=0.1, max_restarts=0, stop_timeout_s=BOUND_S)
         rig = Rig(["serve"], config)
         rig.supervisor.run()
-        assert await rig.supervisor.gave_up == "worker 0: not ready within 0.1 s"
+        gave_up = await rig.supervisor.gave_up
+        assert gave_up.reason == "worker 0: not ready within 0.1 s"
         await rig.supervisor.stop(0)
 
     run(main)
