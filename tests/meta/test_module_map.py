@@ -12,7 +12,6 @@ UNIT = ROOT / "tests" / "unit"
 #: Modules without a test file of their own, each with the reason.
 EXEMPT: dict[str, str] = {
     "pdcore.engine.base": "a Protocol: its check is the contract suite in pdcore.testing",
-    "pdcore.transports.base": "a Protocol: its check is the conformance suite in pdcore.testing",
     "pdcore.control.base": "a Protocol: its check is the conformance suite in pdcore.testing",
 }
 
