@@ -7,6 +7,7 @@ one typed error; whatever garbage, never an exception of another kind and never 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def outcome(pieces: list[bytes], *, eof: bool) -> tuple[int, bytes] | HttpError:
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     at = sorted({min(c, len(data)) for c in cuts})
     edges = [0, *at, len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [data[a:b] for a, b in itertools.pairwise(edges) if a < b]
 
 
 def chunked(body: bytes, sizes: list[int]) -> bytes:

@@ -113,13 +113,16 @@ def test_without_a_wish_the_least_loaded_dp_rank_takes_it() -> None:
 
 
 async def by_futures(world: World, num_old: int) -> bool:
-    for room in range(1, num_old + 1):
+    old = [
         asyncio.ensure_future(world.dispatcher.submit(world.request(room, 1)).next())
+        for room in range(1, num_old + 1)
+    ]
     pending = world.dispatcher.submit(world.request(99, 1))
     reading = asyncio.ensure_future(pending.next())
     await settle()
     world.tokens(RoomKey(99, 1), [1])
     await settle()
+    assert not any(one.done() for one in old)
     return reading.done()
 
 

@@ -1,0 +1,118 @@
+"""Bodies with a bound, errors in one shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import pdcore.server.http as http
+from pdcore.errors import HTTP_STATUS, InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
+from pdcore.server.http import ClientGone, error_body, failure_of, read_body, retry_headers
+from pdcore.server.pending import Refused
+from tests.unit.server.kit import run
+
+
+async def body_of(
+    messages: list[dict[str, Any]],
+    limit: int = 10,
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> bytes:
+    inbox = iter(messages)
+
+    async def receive() -> dict[str, Any]:
+        return next(inbox)
+
+    return await read_body({"headers": headers or []}, receive, limit)
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_in_one_part_or_several() -> None:
+    assert run(body_of([part(b"abc")])) == b"abc"
+    assert run(body_of([part(b"a", True), part(b"", True), part(b"b")])) == b"ab"
+
+
+@pytest.mark.parametrize(
+    ("messages", "headers"),
+    [
+        ([], [(b"content-length", b"11")]),
+        ([part(b"x" * 11)], []),
+        ([part(b"x" * 6, True), part(b"x" * 6, True)], []),
+    ],
+)
+def test_a_body_past_the_limit_is_a_413(
+    messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]
+) -> None:
+    with pytest.raises(Refused, match="exceeds 10 bytes") as caught:
+        run(body_of(messages, 10, headers))
+    assert caught.value.failure.http_status == 413
+
+
+def test_a_body_that_stalls_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.001)
+
+    async def play() -> None:
+        messages = [part(b"a", True)]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await read_body({"headers": []}, receive, 10)
+
+    with pytest.raises(Refused) as caught:
+        run(play())
+    assert caught.value.failure.http_status == 408
+
+
+def test_a_client_that_leaves_while_it_sends() -> None:
+    gone = {"type": "http.disconnect"}
+    with pytest.raises(ClientGone):
+        run(body_of([gone]))
+    with pytest.raises(ClientGone):
+        run(body_of([part(b"a", True), gone]))
+
+
+def test_a_compressed_body_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="content-encoding: 'gzip' is not supported"):
+        run(body_of([], 10, [(b"content-encoding", b"gzip")]))
+    assert run(body_of([part(b"a")], 10, [(b"content-encoding", b"identity")])) == b"a"
+
+
+def test_every_failure_has_openais_shape_and_its_own_status() -> None:
+    """D9: a code has one status; none of them is a success."""
+    for code, status in HTTP_STATUS.items():
+        assert status >= 400
+        error = json.loads(error_body(failure(code, "why"), "field"))["error"]
+        assert error == {"message": "why", "type": error["type"], "code": code, "param": "field"}
+        assert error["type"].endswith("_error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (InvalidRequest("stop", "is wrong"), 400, "stop"),
+        (RoomInUse("in use"), 409, "bootstrap_room"),
+        (Overloaded("full"), 429, None),
+        (Refused(failure("unavailable", "later")), 503, None),
+        (PdcoreError("?"), 500, None),
+    ],
+)
+def test_what_is_raised_becomes_its_status(
+    error: PdcoreError, status: int, param: str | None
+) -> None:
+    why, found = failure_of(error)
+    assert (why.http_status, found) == (status, param)
+
+
+def test_states_that_pass_say_when_to_try_again() -> None:
+    assert dict(retry_headers(503)) == dict(retry_headers(429)) == {b"retry-after": b"1"}
+    assert retry_headers(500) == []

@@ -1,0 +1,491 @@
+"""One leg of a dispatch, from HTTP request to answer, against the ASGI app itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from pdcore.control.messages import Abort, Aborted, Submit
+from pdcore.errors import failure
+from pdcore.server.instance import InstanceOptions, create_instance_app
+from pdcore.server.leg import LegOptions
+from pdcore.types import Role, RoomKey
+from tests.unit.server.kit import TEXT, Call, Reply, World, call, run, settle
+
+KEY = RoomKey(5, 7)
+PD: dict[str, Any] = {
+    "bootstrap_room": 5,
+    "attempt": 7,
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_port": 18800,
+}
+HI: dict[str, Any] = {"prompt": "hi", **PD}
+PATHS = {
+    "/generate": HI,
+    "/v1/completions": HI,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **PD},
+}
+
+
+def app_of(world: World, role: Role = Role.DECODE, **options: Any) -> Starlette:
+    leg = LegOptions(role=role, instance="127.0.0.1:8100", **options)
+    return create_instance_app(InstanceOptions(leg), TEXT, world.dispatcher, clock=world.clock)
+
+
+async def begin(world: World, app: Starlette, path: str = "/v1/completions", **more: Any) -> Call:
+    """A call whose request has reached the worker."""
+    one = Call(app, "POST", path, {**PATHS[path], **more})
+    while not world.link.of(Submit) and not one.task.done():
+        await asyncio.sleep(0)
+    return one
+
+
+# --- R35: what a leg must be given ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("missing", sorted(PD))
+def test_each_missing_field_is_named(role: Role, missing: str) -> None:
+    """R35, and a decode instance that is called directly says where to go."""
+
+    async def play() -> None:
+        world = World()
+        body = {name: value for name, value in HI.items() if name != missing}
+        reply = await call(app_of(world, role), "POST", "/generate", body)
+        assert reply.status == 400
+        error = reply.json()["error"]
+        assert error["param"] == missing
+        assert "send the request to the router" in error["message"]
+        assert world.link.of(Submit) == []
+
+    run(play())
+
+
+# --- prefill: 202 at admission --------------------------------------------------------------
+
+
+async def prefill_answers_at_admission(world: World, app: Starlette) -> Reply:
+    one = await begin(world, app, "/generate")
+    world.accept(KEY)
+    await settle()
+    if not one.task.done():
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+    assert one.reply.is_complete, "prefill withheld its answer"
+    return one.reply
+
+
+def test_prefill_answers_at_admission_not_at_the_end() -> None:
+    """D10: the seed answers when the transfer has ended; the router could not tell a rejection."""
+
+    class Late(World):
+        """Mutant: acceptance is not reported."""
+
+        def accept(self, key: RoomKey, rank: int = 0) -> None:
+            pass
+
+    async def play() -> None:
+        world = World()
+        reply = await prefill_answers_at_admission(world, app_of(world, Role.PREFILL))
+        assert reply.status == 202
+        assert reply.json() == {
+            "request_id": "gen-0000000000000007",
+            "bootstrap_room": 5,
+            "accepted": True,
+        }
+        assert world.dispatcher.num_pending == 1
+        late = Late()
+        with pytest.raises(AssertionError, match="withheld"):
+            await prefill_answers_at_admission(late, app_of(late, Role.PREFILL))
+
+    run(play())
+
+
+def test_a_prefill_rejection_is_its_answer() -> None:
+    """D11: a prompt that only prefill finds too long has its status, and D10 its answer."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world, Role.PREFILL), "/generate")
+        world.finish(KEY, "error", failure("prompt_too_long", "97 tokens, the limit is 96"))
+        reply = await one.done()
+        assert reply.status == 413
+        assert reply.json()["error"]["code"] == "prompt_too_long"
+
+    run(play())
+
+
+def test_a_broken_connection_to_prefill_changes_nothing() -> None:
+    """Q5 UNK: decode decides."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world, Role.PREFILL), "/generate")
+        one.leave()
+        await settle()
+        assert world.link.of(Abort) == []
+        world.accept(KEY)
+        assert (await one.done()).status == 202
+
+    run(play())
+
+
+def test_the_dp_rank_that_the_router_chose_is_used_and_else_the_rooms() -> None:
+    """D21."""
+
+    async def play() -> None:
+        world = World(num_workers=3, dp_size=3)
+        app = app_of(world, Role.PREFILL)
+        first = Call(app, "POST", "/generate", {**HI, "disagg_prefill_dp_rank": 1})
+        second = Call(app, "POST", "/generate", {**HI, "bootstrap_room": 8})
+        await settle()
+        assert [rank for rank, _ in world.link.sent] == [1, 8 % 3]
+        for one in (first, second):
+            one.task.cancel()
+        await asyncio.gather(first.task, second.task, return_exceptions=True)
+        wrong = await call(
+            app, "POST", "/generate", {**HI, "bootstrap_room": 6, "disagg_prefill_dp_rank": 3}
+        )
+        assert wrong.status == 400
+
+    run(play())
+
+
+# --- decode: never 200 without tokens --------------------------------------------------------
+
+
+def check_failure_has_its_status(reply: Reply, status: int) -> None:
+    assert reply.status == status
+    assert "choices" not in reply.json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("transfer_failed", 502), ("out_of_memory", 503), ("deadline_exceeded", 504)],
+)
+def test_a_failure_before_the_first_token_is_an_error_status(
+    path: str, stream: bool, code: str, status: int
+) -> None:
+    """D9: finish_reason "error" reached the seed's client as 200 with empty text."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world), path, stream=stream)
+        world.finish(KEY, "error", failure(code, "why"))
+        reply = await one.done()
+        check_failure_has_its_status(reply, status)
+        assert reply.json()["error"] == {
+            "message": "why",
+            "type": "server_error",
+            "code": code,
+            "param": None,
+        }
+        assert ("retry-after" in reply.headers) is (status == 503)
+        with pytest.raises(AssertionError):
+            check_failure_has_its_status(seeds_reply("error"), status)
+
+    run(play())
+
+
+def seeds_reply(finish_reason: str) -> Reply:
+    """Mutant: the seed wraps whatever the worker says in a 200 (R37)."""
+    reply = Reply()
+    reply.status = 200
+    reply.body = b'{"choices": [{"text": "", "finish_reason": "%s"}]}' % finish_reason.encode()
+    return reply
+
+
+def test_a_success_without_a_token_is_a_failure() -> None:
+    """D9: never 200 without tokens, whatever the worker calls it."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world))
+        world.finish(KEY, "stop")
+        assert (await one.done()).status == 500
+
+    run(play())
+
+
+def test_a_blocking_answer_has_text_reason_and_usage() -> None:
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world), return_token_ids=True, logprobs=True)
+        world.tokens(KEY, list(b"he"), logprobs=[-0.5, -1.0])
+        world.tokens(KEY, list(b"y"), logprobs=[-2.0])
+        world.finish(KEY, "length")
+        reply = await one.done()
+        body = reply.json()
+        assert (reply.status, body["choices"][0]["text"]) == (200, "hey")
+        assert body["choices"][0]["token_ids"] == list(b"hey")
+        assert body["choices"][0]["logprobs"]["token_logprobs"] == [-0.5, -1.0, -2.0]
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        assert body["id"] == "cmpl-0000000000000007"
+        assert world.link.of(Abort) == []
+
+    run(play())
+
+
+def test_a_failure_in_mid_answer_is_no_200() -> None:
+    """D8, D9: the seed returned the partial text of a preempted request as 200."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world))
+        world.tokens(KEY, list(b"par"))
+        await settle()
+        world.finish(KEY, "error", failure("out_of_memory", "why"))
+        assert (await one.done()).status == 503
+
+    run(play())
+
+
+def test_a_stream_flows_token_by_token_and_ends_with_done() -> None:
+    async def play() -> None:
+        world = World()
+        app = app_of(world)
+        one = await begin(
+            world, app, "/v1/chat/completions", stream=True, stream_options={"include_usage": True}
+        )
+        await settle()
+        assert one.reply.status == 0, "nothing is answered before the first token (D9)"
+        world.tokens(KEY, list(b"a"))
+        await one.until(lambda r: b'"content":"a"' in r.body)
+        assert one.reply.headers["content-type"].startswith("text/event-stream")
+        world.tokens(KEY, list(b"b"))
+        await one.until(lambda r: b'"content":"b"' in r.body)
+        world.finish(KEY, "stop")
+        events = (await one.done()).events()
+        assert events[-1] == "[DONE]"
+        assert events[-2]["usage"]["completion_tokens"] == 2
+        assert events[-3]["choices"][0]["finish_reason"] == "stop"
+
+    run(play())
+
+
+def test_a_stream_that_fails_ends_with_an_error_event_and_without_done() -> None:
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world), stream=True)
+        world.tokens(KEY, list(b"a"))
+        await one.until(lambda r: b'"text":"a"' in r.body)
+        world.finish(KEY, "error", failure("peer_lost", "worker 0 is gone"))
+        reply = await one.done()
+        assert reply.is_complete
+        assert reply.events()[-1]["error"]["code"] == "peer_lost"
+        assert b"[DONE]" not in reply.body
+
+    run(play())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_the_output_and_ends_the_workers_request(stream: bool) -> None:
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world), stream=stream, stop=["END"], return_token_ids=True)
+        world.tokens(KEY, list(b"one E"))
+        await settle()
+        world.tokens(KEY, list(b"ND two"))
+        reply = await one.done()
+        if stream:
+            choices = [e["choices"][0] for e in reply.events()[:-1]]
+            text = "".join(c["text"] for c in choices)
+            ids = [i for c in choices for i in c["token_ids"]]
+            reason = choices[-1]["finish_reason"]
+        else:
+            choice = reply.json()["choices"][0]
+            text, ids, reason = choice["text"], choice["token_ids"], choice["finish_reason"]
+            assert reply.json()["usage"]["completion_tokens"] == 7
+        assert (text, ids, reason) == ("one ", list(b"one END"), "stop")
+        assert [m.key for m in world.link.of(Abort)] == [KEY]
+        assert world.dispatcher.num_pending == 0
+
+    run(play())
+
+
+# --- D47a: a client that is gone -------------------------------------------------------------
+
+
+def points() -> Iterator[tuple[str, bool, int]]:
+    for stream in (False, True):
+        for num_tokens in (0, 1, 2):
+            yield f"{'stream' if stream else 'whole'}-{num_tokens}", stream, num_tokens
+
+
+async def leave_after(world: World, app: Any, stream: bool, num_tokens: int) -> None:
+    one = await begin(world, app, stream=stream)
+    for i in range(num_tokens):
+        world.tokens(KEY, [97 + i])
+        await settle()
+    one.leave()
+    await settle()
+    assert [m.key for m in world.link.of(Abort)] == [KEY], "the worker was not told"
+    await one.done()
+    assert world.dispatcher.num_pending == 0
+    world.dispatcher.on_message(0, Aborted(KEY, True))
+    assert world.timers.armed() == 0
+
+
+@pytest.mark.parametrize(("stream", "num_tokens"), [p[1:] for p in points()])
+def test_a_client_that_leaves_ends_the_request_at_every_point(
+    stream: bool, num_tokens: int
+) -> None:
+    """D47a: no cancellation on disconnect; 400 clients that leave must not pile up."""
+
+    def deaf(app: Starlette) -> Any:
+        """Mutant: nobody listens for the disconnect (a blocking handler in the seed)."""
+
+        async def run_app(scope: Any, receive: Any, send: Any) -> None:
+            async def hears_only_the_body() -> Any:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    await asyncio.Event().wait()
+                return message
+
+            await app(scope, hears_only_the_body, send)
+
+        return run_app
+
+    async def play() -> None:
+        world = World()
+        await leave_after(world, app_of(world), stream, num_tokens)
+        world = World()
+        with pytest.raises(AssertionError, match="not told"):
+            await leave_after(world, deaf(app_of(world)), stream, num_tokens)
+
+    run(play())
+
+
+def test_a_client_that_does_not_read_is_ended_when_it_leaves() -> None:
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world), stream=True)
+        one.reads.clear()
+        world.tokens(KEY, list(b"a"))
+        await settle()
+        one.leave()
+        await settle()
+        assert [m.key for m in world.link.of(Abort)] == [KEY]
+        one.reads.set()
+        await one.done()
+
+    run(play())
+
+
+def test_a_handler_that_is_cancelled_takes_its_request_along() -> None:
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world))
+        one.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one.done()
+        assert [m.key for m in world.link.of(Abort)] == [KEY]
+
+    run(play())
+
+
+# --- what the instance knows of its model -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        ({"model": "other"}, 404, "model: 'other' is not served here, only 'tiny'"),
+        ({"prompt": [1, 256]}, 400, "prompt: token id 256 is outside 0..255"),
+        ({"prompt": [-1]}, 400, "prompt: token id -1 is outside"),
+        ({"prompt": [1] * 97}, 413, "prompt has 97 tokens, more than the 96"),
+        ({"prompt": "x" * 97}, 413, "prompt has 97 tokens"),
+        ({"max_tokens": 200}, 400, "max_tokens: is 200, but a prompt of 2 tokens leaves 126"),
+        ({"bootstrap_host": "10.0.0.1"}, 400, "bootstrap_host: 10.0.0.1:18800 is not one of"),
+        ({"remaining_s": 0}, 504, "the request's time was over"),
+        ({"expires_at_s": 1.0}, 504, "the request's time was over"),
+    ],
+)
+def test_what_cannot_be_served_here_is_one_sentence(
+    fields: dict[str, Any], status: int, says: str
+) -> None:
+    """R36, R66, D41 on decode, rule 8."""
+
+    async def play() -> None:
+        world = World()
+        reply = await call(app_of(world), "POST", "/v1/completions", {**HI, **fields})
+        assert reply.status == status
+        assert reply.json()["error"]["message"].startswith(says)
+        assert world.link.of(Submit) == []
+
+    run(play())
+
+
+def test_a_prompt_without_tokens_is_a_400() -> None:
+    """D45: what the tokenizer makes of it is checked before anything is queued."""
+
+    async def play() -> None:
+        world = World()
+        empty = [{"role": "user", "content": ""}]
+        app = app_of(world)
+        refused = await call(
+            app,
+            "POST",
+            "/v1/chat/completions",
+            {"messages": empty, "chat_template_kwargs": {"refuse": True}, **PD},
+        )
+        assert refused.json()["error"]["param"] == "messages"
+        assert refused.status == 400
+
+    run(play())
+
+
+def test_allowed_bootstraps_are_exactly_those_configured() -> None:
+    """D41: decode contacts no host on a client's word."""
+
+    async def play() -> None:
+        world = World()
+        allowed = frozenset({"10.0.0.1:18800"})
+        app = app_of(world, allowed_bootstraps=allowed)
+        assert (await call(app, "POST", "/generate", HI)).status == 400
+        one = Call(app, "POST", "/generate", {**HI, "bootstrap_host": "10.0.0.1"})
+        await settle()
+        (submit,) = world.link.of(Submit)
+        assert submit.bootstrap == "10.0.0.1:18800"
+        one.leave()
+        await one.done()
+
+    run(play())
+
+
+def test_budget_and_expiry_of_the_router_reach_the_worker() -> None:
+    async def play() -> None:
+        world = World()
+        expires = world.clock.unix() + 9.0
+        one = await begin(
+            world,
+            app_of(world),
+            remaining_s=8.5,
+            expires_at_s=expires,
+            prefill_instance="p:1",
+            decode_instance="d:1",
+            replaces=3,
+        )
+        (submit,) = world.link.of(Submit)
+        assert (submit.remaining_s, submit.expires_at_s) == (8.5, expires)
+        assert (submit.prefill, submit.decode, submit.replaces) == ("p:1", "d:1", 3)
+        one.leave()
+        await one.done()
+
+    run(play())
+
+
+def test_a_long_text_is_encoded_off_the_loop() -> None:
+    async def play() -> None:
+        world = World()
+        reply = await call(app_of(world), "POST", "/generate", {**HI, "prompt": "x" * 20_000})
+        assert reply.status == 413
+
+    run(play())
