@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.errors import EngineError
-from pdcore.kv.spec import KVCacheSpec, KVPlacement
+from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 from pdcore.types import Batch
 
 #: The manager key of full attention: every position keeps its KV.
@@ -31,6 +31,36 @@ class PagedLimits:
     num_blocks: int
     max_model_len: int
     vocab_size: int
+
+
+def full_attention_spec(
+    *,
+    num_layers: int,
+    dtype: str,
+    block_size: int,
+    num_heads: int,
+    head_dim: int,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+) -> KVCacheSpec:
+    """Entries ``layers.<i>.k`` and ``layers.<i>.v``; ``num_heads`` KV heads over the group."""
+    return KVCacheSpec(
+        tuple(
+            KVCacheEntry(
+                name=f"layers.{layer}.{part}",
+                manager_key=FULL_ATTENTION,
+                dtype=dtype,
+                block_size=block_size,
+                num_heads=num_heads // tp_size,
+                total_num_heads=num_heads,
+                head_dim=head_dim,
+            )
+            for layer in range(num_layers)
+            for part in ("k", "v")
+        ),
+        tp_size,
+        tp_rank,
+    )
 
 
 def side_by_side(spec: KVCacheSpec, num_blocks: int, region: int) -> KVPlacement:

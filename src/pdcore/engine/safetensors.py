@@ -34,7 +34,7 @@ _MAX_HEADER_BYTES: Final = 100_000_000
 ALIGNMENT: Final = 64
 
 
-class _HeaderEntry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]

@@ -28,11 +28,12 @@ from pdcore.engine.paging import (
     Int64Array,
     PagedLimits,
     batch_slots,
+    full_attention_spec,
     side_by_side,
 )
 from pdcore.engine.sampling import mix64
 from pdcore.errors import EngineError
-from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
+from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.types import Batch, Phase, SamplingParams, StepOutput
 
 Words = NDArray[np.uint64]
@@ -132,22 +133,14 @@ class SimulatedConfig:
 
     def spec(self) -> KVCacheSpec:
         """Entries K and V of each layer, per rank."""
-        return KVCacheSpec(
-            tuple(
-                KVCacheEntry(
-                    name=f"layers.{layer}.{part}",
-                    manager_key=FULL_ATTENTION,
-                    dtype="uint8",
-                    block_size=self.block_size,
-                    num_heads=self.num_kv_heads // self.tp_size,
-                    total_num_heads=self.num_kv_heads,
-                    head_dim=self.head_dim,
-                )
-                for layer in range(self.num_layers)
-                for part in ("k", "v")
-            ),
-            self.tp_size,
-            self.tp_rank,
+        return full_attention_spec(
+            num_layers=self.num_layers,
+            dtype="uint8",
+            block_size=self.block_size,
+            num_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
         )
 
 

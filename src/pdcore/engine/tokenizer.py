@@ -294,12 +294,12 @@ def _gguf_backend(file: GGUFFile) -> tokenizers.Tokenizer:
     return backend
 
 
-class _Typed(msgspec.Struct):
+class _Typed(msgspec.Struct, frozen=True):
     type: str = ""
     decoders: list[_Typed] = []
 
 
-class _TokenizerJson(msgspec.Struct):
+class _TokenizerJson(msgspec.Struct, frozen=True):
     model: _Typed
     decoder: _Typed | None = None
 
@@ -308,16 +308,16 @@ class _TokenizerJson(msgspec.Struct):
         return any(part.type == "ByteLevel" for part in (decoder, *decoder.decoders))
 
 
-class _Special(msgspec.Struct):
+class _Special(msgspec.Struct, frozen=True):
     content: str
 
 
-class _NamedTemplate(msgspec.Struct):
+class _NamedTemplate(msgspec.Struct, frozen=True):
     name: str
     template: str
 
 
-class _TokenizerConfig(msgspec.Struct):
+class _TokenizerConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[_NamedTemplate] | None = None
     bos_token: str | _Special | None = None
     eos_token: str | _Special | None = None

@@ -32,7 +32,7 @@ FORMAT_VERSION: Final = 1
 STORED_DTYPE: Final = {"float32": "F32", "bfloat16": "BF16"}
 
 
-class _Stamp(msgspec.Struct):
+class _Stamp(msgspec.Struct, frozen=True):
     size: int
     mtime_ns: int
     inode: int

@@ -240,7 +240,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     )
 
 
-class _HFRope(msgspec.Struct):
+class _HFRope(msgspec.Struct, frozen=True):
     rope_type: str = "default"
     type: str = "default"
     rope_theta: float | None = None
@@ -250,7 +250,7 @@ class _HFRope(msgspec.Struct):
     original_max_position_embeddings: int = 8192
 
 
-class _HFConfig(msgspec.Struct):
+class _HFConfig(msgspec.Struct, frozen=True):
     """config.json, unknown fields ignored. Newer files keep rope in rope_parameters."""
 
     hidden_size: int
@@ -272,7 +272,7 @@ class _HFConfig(msgspec.Struct):
     hidden_act: str = "silu"
 
 
-class _HFEos(msgspec.Struct):
+class _HFEos(msgspec.Struct, frozen=True):
     eos_token_id: int | list[int] | None = None
 
 

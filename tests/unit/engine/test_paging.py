@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcore.engine.paging import PagedLimits, batch_slots, side_by_side
+from pdcore.engine.paging import PagedLimits, batch_slots, full_attention_spec, side_by_side
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec
 from pdcore.types import Batch, Phase, SamplingParams
@@ -72,3 +72,24 @@ def test_entries_lie_side_by_side() -> None:
             start = offset + block * 128
             covered[start : start + entry.item_len] += 1
     assert (covered == 1).all()
+
+
+def test_spec_counts_heads_per_rank_and_in_total() -> None:
+    """R110, R112: layers ascending, K before V; unequal TP leaves the digest alone."""
+    whole = full_attention_spec(
+        num_layers=2, dtype="float32", block_size=4, num_heads=6, head_dim=8
+    )
+    part = full_attention_spec(
+        num_layers=2,
+        dtype="float32",
+        block_size=4,
+        num_heads=6,
+        head_dim=8,
+        tp_size=3,
+        tp_rank=1,
+    )
+    names = ["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"]
+    assert [entry.name for entry in whole.entries] == names
+    assert part.entries[0].item_len * 3 == whole.entries[0].item_len
+    assert (part.entries[0].num_heads, part.entries[0].total_num_heads) == (2, 6)
+    assert part.digest() == whole.digest()
