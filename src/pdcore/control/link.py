@@ -269,6 +269,7 @@ class LeaderLink:
             self.counters.num_overloaded += 1
             return False
         except zmq.ZMQError:  # EHOSTUNREACH: mandatory routing found no connection
+            lives.is_gone = True
             self.counters.num_not_connected += 1
             return False
         self.counters.num_sent += 1
@@ -343,10 +344,11 @@ class LeaderLink:
             return True
         if lives.current == worker.incarnation:
             return True
-        if not is_ready or worker.incarnation in lives.replaced:
+        if not lives.is_gone and (not is_ready or worker.incarnation in lives.replaced):
             return False
         lives.replaced.append(lives.current)
         lives.current = worker.incarnation
+        lives.is_gone = False
         return True
 
 
@@ -356,6 +358,9 @@ class _Lives:
 
     current: Incarnation
     replaced: deque[Incarnation] = attrs.field(factory=lambda: deque(maxlen=8))
+    #: A send found no connection. Then whoever of this rank still speaks is the living one:
+    #: two lives' first words may have been read in the wrong order.
+    is_gone: bool = False
 
 
 def _is_from(worker: WorkerId, message: WorkerMessage) -> bool:

@@ -294,6 +294,25 @@ async def test_d32_the_newest_life_of_a_rank_counts() -> None:
 
 
 @in_loop
+async def test_first_words_read_in_the_wrong_order_heal() -> None:
+    """The dead life's WorkerReady is read last: one refused send later the living one counts."""
+    async with leading() as leader:
+        new, old = leader.connect(B), leader.connect(A)
+        new.send(ready(B))
+        assert await leader.next() == (0, ready(B))
+        old.send(ready(A))
+        assert await leader.next() == (0, ready(A))
+        old.close()
+        while leader.link.send(0, Stop(1.0)):
+            await asyncio.sleep(0)
+        new.send(WorkerHealth(0, [], {}))
+        assert await leader.next() == (0, WorkerHealth(0, [], {}))
+        assert leader.link.send(0, Stop(2.0))
+        assert receive_one(new) == Stop(2.0)
+        new.close()
+
+
+@in_loop
 async def test_d43_results_are_delivered_whatever_else_is_pending() -> None:
     """D43: no thread pool between the socket and the futures: 200 waiters hold up none."""
     async with leading() as leader:
