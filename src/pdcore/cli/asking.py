@@ -106,7 +106,7 @@ def _message(status: int, body: bytes) -> str:
 
 @attrs.frozen
 class Stages:
-    """Where the time of one request went, seconds; transfer overlaps nothing before it."""
+    """Where the time of one request went, in seconds. Stages of the two legs overlap."""
 
     queue_s: float
     prefill_s: float
@@ -122,21 +122,19 @@ class Stages:
 
 
 def stages(answered: Answered, token_bytes: int) -> Stages:
-    """From decode's timeline and prefill's own durations within it.
+    """From decode's timeline, with prefill's own durations in it (``prefill_*``).
 
-    Handshake is from decode's handshake to its grant; transfer from the end of prefill (or
-    the grant, if later) until decode has KV and metadata; decode from there to the end.
+    Queue, prefill and transfer are prefill's: until the first forward pass, the passes, and
+    the writes from the first post to the last completion. Handshake is decode's, from its
+    handshake to its grant; decode from KV and metadata received to the last token.
     """
     line = answered.timeline
-    queue_s, prefill_s = line.get("prefill_queue", 0.0), line.get("prefill_prefill", 0.0)
-    granted_s = line.get("granted", 0.0)
-    received_s = line.get("received", 0.0)
-    computed_s = max(queue_s + prefill_s, granted_s)
+    granted_s, received_s = line.get("granted", 0.0), line.get("received", 0.0)
     return Stages(
-        queue_s=queue_s,
-        prefill_s=prefill_s,
+        queue_s=line.get("prefill_queue", 0.0),
+        prefill_s=line.get("prefill_prefill", 0.0),
         handshake_s=max(0.0, granted_s - line.get("admitted", granted_s)),
-        transfer_s=max(0.0, received_s - computed_s),
+        transfer_s=line.get("prefill_transfer", 0.0),
         decode_s=max(0.0, line.get("finished", received_s) - received_s),
         kv_bytes=answered.prompt_tokens * token_bytes,
     )

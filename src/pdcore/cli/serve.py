@@ -78,7 +78,7 @@ def serve(
     decode asks prefill's bootstrap server when the first request names it. Without
     addresses everything is on this machine. Logs of workers: log_RANK.log in PDCORE_RUN_DIR.
 
-    Examples:
+    On one machine, for example:
 
     - `pdcore serve --role prefill`
     - `pdcore serve --role decode`

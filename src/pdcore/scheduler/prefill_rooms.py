@@ -10,8 +10,10 @@ entity that could write holds its nonces (rule 2).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
+
+import msgspec
 
 from pdcore.control.messages import (
     Cancel,
@@ -44,6 +46,9 @@ from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, 
 
 #: Decoded endpoints kept; one per decode rank and life, so small.
 MAX_DESTINATIONS: Final = 1024
+#: Early handshakes kept per room: one per decode rank of the largest group, and the
+#: sender of more is no decode instance (D6).
+MAX_PARKED_LEGS: Final = 64
 
 
 class PrefillRecord(RoomRecord):
@@ -100,7 +105,7 @@ class PrefillRooms(RoomBook[PrefillRecord]):
             if isinstance(effect, PostTransfer):
                 self._post(record, effect, now)
             else:
-                self.out.append(effect)
+                self.out.append(with_transfer_time(effect, record.timeline))
         self.touch(record.key)
         self.arm_resend(record, now)
 
@@ -113,7 +118,7 @@ class PrefillRooms(RoomBook[PrefillRecord]):
             del self._handles[event.handle]
         record = self.records.get(key)
         if record is not None:
-            record.mark("transfer_end", now)
+            record.timeline["transfer_end"] = now - record.accepted_s  # of the last one
             self.emit(record, record.sender.handle_ended(event), now)
 
     def needed_peers(self) -> list[PeerRef]:
@@ -153,6 +158,21 @@ class PrefillRooms(RoomBook[PrefillRecord]):
         self.blocks.lease(record.seq.seq_id)
         record.mark("transfer_start", now)
         self.out.append(filled)
+
+
+def with_transfer_time(effect: Effect, timeline: Mapping[str, float]) -> Effect:
+    """STATUS Done tells decode how long the writes took, from the first post to the last
+    completion; every other effect is left as it is."""
+    if (
+        not isinstance(effect, SendMessage)
+        or not isinstance(effect.message, Status)
+        or effect.message.kind is not StatusKind.DONE
+        or "transfer_start" not in timeline
+    ):
+        return effect
+    took_s = timeline.get("transfer_end", 0.0) - timeline["transfer_start"]
+    timings = {**effect.message.timings, "transfer": max(0.0, took_s)}
+    return SendMessage(effect.to, msgspec.structs.replace(effect.message, timings=timings))
 
 
 class PrefillInbox:
@@ -212,7 +232,7 @@ class PrefillInbox:
             if tombstone is None:
                 early = self.parked.get(key, now) or ()
                 others = tuple(h for h in early if h.peer.rank != payload.peer.rank)
-                self.parked.put(key, (*others, payload), now)
+                self.parked.put(key, (*others, payload)[-MAX_PARKED_LEGS:], now)
                 self._status(payload, StatusKind.QUEUED, None)
             elif tombstone.failure is not None:
                 self._status(payload, StatusKind.REJECTED, tombstone.failure)

@@ -80,7 +80,7 @@ class Member:
         if self.child.exited is not None and self.child.exited.done():
             return f"ended: {self.child.failure or describe_exit(self.child.exited.result())}"
         if self.problems and self.is_ready:
-            return f"not ready: {'; '.join(self.problems)}"
+            return f"not ready any more: {'; '.join(self.problems)}"
         return "ready" if self.is_ready else self.progress
 
     def __repr__(self) -> str:

@@ -230,7 +230,7 @@ class Leader:
         if problems == self._problems or self.supervisor.gave_up.done():
             return  # nothing new, or the reason why it ends says it all
         self._problems = problems
+        self._report(Health(problems))
         if workers.state is InstanceState.READY and not self._was_ready:
             self._was_ready = True
             self._report(Ready())
-        self._report(Health(problems))

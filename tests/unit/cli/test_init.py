@@ -25,7 +25,9 @@ def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--help"]) == 0
-    assert "Examples:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "xample" in out
+    assert f"pdcore {command} " in out.partition("Parameters")[0]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
