@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from pdcore.assembly import WorkerOptions, build_worker
+from pdcore.background import FailedCall
 from pdcore.clock import ManualClock
 from pdcore.config import CoreLimits
 from pdcore.control.codec import pack_token_ids
@@ -92,6 +93,7 @@ class World:
     ranks: dict[str, Rank]
     rng: random.Random
     timeout_s: float = 60.0
+    is_manual: bool = False
 
     @property
     def prefill(self) -> Rank:
@@ -135,7 +137,8 @@ class World:
 
     def step(self) -> bool:
         """One loop iteration of every worker; deliver what is due. True when an engine ran."""
-        self.network.deliver_due()
+        if not self.is_manual:
+            self.network.deliver_due()
         worked = [rank.worker.step(0.0) for rank in self.ranks.values()]
         return any(worked)
 
@@ -188,16 +191,18 @@ def make_world(
     faults: FaultPlan | None = None,
     seed: int = 0,
     stepped: bool = False,
+    manual: bool = False,
     revocation: Revocation = Revocation.SENDER_ACK,
 ) -> World:
     """One prefill and one decode rank over loopback. ``stepped`` leaves the fabric to the
-    caller (``world.fabric.step``), so that writes land when the test says so."""
+    caller (``world.fabric.step``), so that writes land when the test says so; ``manual``
+    leaves it every control frame (``world.network.deliver``, ``drop``, ``duplicate``)."""
     clock = ManualClock(start_s=1000.0)
-    network = MemoryNetwork(clock, faults, seed=seed)
+    network = MemoryNetwork(clock, faults, seed=seed, manual=manual)
     fabric = LoopbackFabric(stepped=stepped)
     rng = random.Random(seed)
     config = model or SimulatedConfig(block_size=4, max_model_len=512, verify_all=True)
-    world = World(clock, network, fabric, config, {}, rng)
+    world = World(clock, network, fabric, config, {}, rng, is_manual=manual)
     for role in (Role.PREFILL, Role.DECODE):
         blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
         world.ranks[role.value] = _make_rank(
@@ -237,7 +242,8 @@ class InlineBackground:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
-    def run(self, call: Callable[[], Event]) -> None:
+    def run(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        """An error here is the test's own and propagates."""
         self._events.append(call())
 
     def wake(self) -> None:
