@@ -19,6 +19,8 @@ ByteArray = NDArray[np.uint8]
 
 #: About 30-100 us of copying: the longest a cancel or another peer has to wait.
 CHUNK_BYTES = 1 << 20
+#: Below this, preparing a tighter loop takes longer than it saves.
+_FEW = 64
 
 
 def copy_steps(
@@ -36,8 +38,24 @@ def copy_steps(
         if not plain.all():
             yield from _strided(pieces[~plain], src, dst, chunk_bytes)
             pieces = pieces[plain]
-        if len(pieces):
+        if len(pieces) <= _FEW:
+            yield from _few(pieces, src, dst, chunk_bytes)
+        else:
             yield from _runs(pieces, src, dst, chunk_bytes)
+
+
+def _few(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:
+    copied = 0
+    for lo, ro, width, _, _, _ in pieces.tolist():
+        while width:
+            take = min(width, chunk_bytes - copied)
+            dst[ro : ro + take] = src[lo : lo + take]
+            lo, ro, width, copied = lo + take, ro + take, width - take, copied + take
+            if copied >= chunk_bytes:
+                yield copied
+                copied = 0
+    if copied:
+        yield copied
 
 
 def _runs(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:
@@ -46,7 +64,7 @@ def _runs(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) 
     width = int(np.partition(widths, middle)[middle])
     alike = widths == width
     # Most blocks have the usual size; a few neighbours were joined into longer runs.
-    if width <= chunk_bytes and len(widths) > 1 and 2 * np.count_nonzero(alike) > len(widths):
+    if width <= chunk_bytes and 2 * np.count_nonzero(alike) > len(widths):
         usual = pieces[alike]
         source = _grid(src, usual[:, LOCAL_OFFSET], width)
         target = _grid(dst, usual[:, REMOTE_OFFSET], width)

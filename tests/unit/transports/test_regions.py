@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pdcore.errors import TransportError
+from pdcore.transports.base import Region, RemoteLease
+from pdcore.transports.regions import RegionTable
+from pdcore.types import Incarnation, LeaseId
+
+US = Incarnation(b"u" * 16)
+
+
+def lease(counter: int, region: int, *ranges: tuple[int, int]) -> RemoteLease:
+    return RemoteLease(LeaseId(US, counter), {region: np.array(ranges, np.int64)})
+
+
+def test_a_region_is_flat_bytes_that_share_memory() -> None:
+    table = RegionTable()
+    words = np.arange(8, dtype=np.int32)
+    region = table.add(memoryview(words), target=True)
+    assert region.size_bytes == 32
+    table.arrays[region.region_id][0] = 7
+    assert words[0] == 7
+    assert table.targets() == {region.region_id: 32}
+
+
+def test_what_is_no_region() -> None:
+    table = RegionTable()
+    for buffer, target in (
+        (memoryview(b""), False),
+        (memoryview(b"read only"), True),
+        (memoryview(np.zeros((4, 4), np.uint8)[:, :2]), False),
+    ):
+        with pytest.raises(TransportError):
+            table.add(buffer, target=target)
+    assert table.add(memoryview(b"read only"), target=False).buffer.readonly
+    assert table.targets() == {}
+
+
+def test_remove_refuses_while_somebody_holds_it() -> None:
+    """G5: leases and pins each hold a region, and each alone is enough."""
+    table = RegionTable()
+    region = table.add(memoryview(bytearray(64)), target=True)
+    table.grant(lease(1, region.region_id, (0, 8)))
+    table.pin([region.region_id, region.region_id])
+    with pytest.raises(TransportError, match="lease"):
+        table.remove(region)
+    table.revoke(LeaseId(US, 1))
+    with pytest.raises(TransportError, match="lease"):
+        table.remove(region)
+    table.release(LeaseId(US, 1))
+    table.unpin([region.region_id])
+    with pytest.raises(TransportError, match="in flight"):
+        table.remove(region)
+    table.unpin([region.region_id])
+    table.remove(region)
+    with pytest.raises(TransportError, match="not registered"):
+        table.remove(region)
+
+
+def test_an_equal_region_of_another_table_is_not_ours() -> None:
+    table, other = RegionTable(), RegionTable()
+    mine = table.add(memoryview(bytearray(8)), target=True)
+    theirs = other.add(memoryview(bytearray(8)), target=True)
+    assert mine == theirs
+    with pytest.raises(TransportError):
+        table.remove(theirs)
+    with pytest.raises(TransportError):
+        table.remove(Region(99, 8, memoryview(bytearray(8))))
+
+
+def test_a_lease_is_granted_once() -> None:
+    """Rule 1: a lease id is never used twice, revoked or not."""
+    table = RegionTable()
+    region = table.add(memoryview(bytearray(64)), target=True)
+    one = lease(1, region.region_id, (0, 8))
+    assert table.granted(one.lease) is None
+    table.grant(one)
+    assert table.granted(one.lease) is one
+    for again in (one, lease(1, region.region_id, (8, 16))):
+        with pytest.raises(TransportError, match="granted already"):
+            table.grant(again)
+    table.revoke(one.lease)
+    assert table.granted(one.lease) is None
+    with pytest.raises(TransportError):
+        table.grant(one)
+    table.release(one.lease)
+    table.release(one.lease)
+    table.revoke(one.lease)
+
+
+def test_sources_cannot_be_granted() -> None:
+    table = RegionTable()
+    source = table.add(memoryview(bytearray(64)), target=False)
+    with pytest.raises(TransportError, match="not registered"):
+        table.grant(lease(1, source.region_id, (0, 8)))
+
+
+def test_clear_keeps_others_views() -> None:
+    table = RegionTable()
+    region = table.add(memoryview(bytearray(b"kept")), target=True)
+    table.clear()
+    assert bytes(region.buffer) == b"kept"
+    assert repr(table) == "RegionTable(regions=0, leases=0, pins=0)"

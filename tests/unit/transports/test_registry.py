@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from pdcore.errors import ConfigError, TransportError
+from pdcore.transports import registry
+from pdcore.transports.loopback import LoopbackTransport
+from pdcore.transports.registry import TransportPlugin, available, create, names, resolve
+from pdcore.types import Incarnation
+
+US = Incarnation(b"u" * 16)
+broken = TransportPlugin(create=LoopbackTransport, why_unavailable=lambda: "no such hardware")
+not_a_plugin = "a string"
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `entry_points` would find of installed packages."""
+    here = __name__
+    found = EntryPoints(
+        EntryPoint(name, f"{module}:{attribute}", registry.ENTRY_POINT_GROUP)
+        for name, module, attribute in (
+            ("mine", "pdcore.transports.loopback", "PLUGIN"),
+            ("broken", here, "broken"),
+            ("wrong", here, "not_a_plugin"),
+            ("missing", "pdcore_missing_vendor", "PLUGIN"),
+        )
+    )
+    sys.modules.setdefault(here, sys.modules[__name__])
+    monkeypatch.setattr(registry, "entry_points", lambda group: found.select(group=group))
+
+
+def test_names_and_reasons() -> None:
+    assert {"loopback", "shm"} <= set(names())
+    found = available()
+    assert found["loopback"] is None
+    assert found["shm"] is None or "shm" in found["shm"] or "Linux" in found["shm"]
+
+
+def test_create_by_name() -> None:
+    transport = create("loopback", US, address="somewhere")
+    try:
+        assert transport.name == "loopback"
+        assert transport.incarnation == US
+    finally:
+        transport.close()
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'rdma'; choose one of auto, .*loopback.*shm"):
+        create("rdma", US)
+
+
+def test_unknown_option_is_the_users_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"'loopback'.*frobnicate"):
+        create("loopback", US, frobnicate=3)
+
+
+def test_auto_is_shm_where_it_works() -> None:
+    if available()["shm"] is None:
+        assert resolve("auto") == "shm"
+    else:
+        with pytest.raises(ConfigError, match="shm"):
+            resolve("auto")
+
+
+@pytest.mark.usefixtures("third_party")
+def test_entry_points() -> None:
+    """A third party's transport is created by its name; one that cannot be imported, or
+    is no plugin, is listed with the reason and refused with it."""
+    create("mine", US).close()
+    found = available()
+    assert found["mine"] is None
+    assert found["broken"] == "no such hardware"
+    assert "must be a TransportPlugin" in str(found["wrong"])
+    assert "pdcore_missing_vendor" in str(found["missing"])
+    with pytest.raises(TransportError, match="no such hardware"):
+        create("broken", US)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        create("missing", US)
+
+
+def test_importing_the_registry_imports_no_transport() -> None:
+    """Nothing a user did not choose is imported (vendors may be missing or slow)."""
+    program = (
+        "import sys, pdcore.transports.registry\n"
+        "print([m for m in sys.modules if m.startswith('pdcore.transports.')"
+        " and m not in ('pdcore.transports.base', 'pdcore.transports.registry')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "[]"
