@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections import abc as cabc
 from itertools import count
-from typing import cast
+from typing import TypeGuard
 
 from pdcore.errors import EngineError, OwnershipError
 from pdcore.kv.cache import KVBlocks
@@ -161,7 +161,7 @@ class DecodeBatcher:
         batch.block_tables = columns.tables
         batch.sampling = columns.sampling
         batch.sample = columns.sample
-        columns.in_flight = True
+        columns.take_off()
         return batch
 
     def abandon(self) -> None:
@@ -181,15 +181,12 @@ class DecodeBatcher:
             raise EngineError(
                 f"decode batch of {len(columns.rows)} returned {len(output.token_ids)} rows"
             )
-        rows: cabc.Sequence[cabc.Sequence[int]]
-        try:
-            # Flattens and proves "exactly one token each" in one pass.
-            rows = cast("cabc.Sequence[tuple[int]]", output.token_ids)
-            flat = [token for (token,) in rows]
-        except (TypeError, ValueError):
-            rows, hits = self._take_many(output)
-        else:
+        rows = output.token_ids
+        flat: list[int] = []
+        if _is_one_each(rows, flat):
             hits = self._take_one_each(flat)
+        else:
+            rows, hits = self._take_many(output)
         result = _settle(columns, rows, output.logprobs, hits)
         for seq in result.finished:
             self.remove(seq.seq_id)
@@ -203,7 +200,7 @@ class DecodeBatcher:
         stops = self._stops.ids
         if not stops.isdisjoint(flat):
             hits.update([i for i, token in enumerate(flat) if token in stops])
-        hits.difference_update([row.index for row in columns.gone])
+        hits.difference_update([row.index for row in columns.gone or ()])
         self._calendar.step += 1
         for i in hits:
             seq = columns.seqs[i]
@@ -226,7 +223,7 @@ class DecodeBatcher:
         self._calendar.pop_limit()
         self._calendar.step += 1
         hits: set[int] = set()
-        gone = {row.index for row in columns.gone}
+        gone = {row.index for row in columns.gone or ()}
         for i, ids in enumerate(rows):
             seq = columns.seqs[i]
             if i in gone:
@@ -239,7 +236,9 @@ class DecodeBatcher:
             if seq.finish_reason is not None:
                 hits.add(i)
             else:
-                self._plan(columns.rows[i], seq.num_computed_tokens)
+                _plan(
+                    self._kv, self._calendar, columns.rows[i], seq.num_computed_tokens, self._next_n
+                )
         return rows, hits
 
     def _place(self, row: Row) -> None:
@@ -258,19 +257,7 @@ class DecodeBatcher:
             table = self._kv.get_block_ids(seq.seq_id)
             row.blocks = next(iter(table.values()))
             self._columns.append(row, table, self._calendar.step)
-        self._plan(row, computed + 1)
-
-    def _plan(self, row: Row, changes_from: int) -> None:
-        """Enter the steps that touch this row next. ``changes_from``: token count from
-        which a table change has not been made yet."""
-        seq, step = row.seq, self._calendar.step
-        change = self._kv.next_change(
-            seq.seq_id, changes_from, 1 + self._next_n, max(self._next_n - 1, 0)
-        )
-        if change < NEVER:
-            self._calendar.plan_alloc(row, step + change - seq.num_computed_tokens)
-        left = token_limit(seq, self._max_model_len) - seq.num_tokens
-        self._calendar.plan_limit(row, step + max(0, left - 1))
+        _plan(self._kv, self._calendar, row, computed + 1, self._next_n)
 
     def __repr__(self) -> str:
         return (
@@ -303,7 +290,7 @@ def _settle(
     seqs = columns.seqs.copy()
     finished = [seqs[i] for i in sorted(hits) if seqs[i].finish_reason is not None]
     if columns.gone:
-        gone = {row.index for row in columns.gone}
+        gone = {row.index for row in columns.gone or ()}
         keep = [i for i in range(len(seqs)) if i not in gone]
         seqs = [seqs[i] for i in keep]
         rows = [rows[i] for i in keep]
@@ -313,3 +300,26 @@ def _settle(
         for seq, probs in zip(seqs, logprobs, strict=True):
             seq.record_logprobs(probs)
     return StepResult(seqs, rows, logprobs, finished)
+
+
+def _plan(kv: KVBlocks, calendar: Calendar, row: Row, changes_from: int, next_n: int) -> None:
+    """Enter the steps that touch this row next. ``changes_from``: token count from which
+    a table change has not been made yet."""
+    seq, step = row.seq, calendar.step
+    change = kv.next_change(seq.seq_id, changes_from, 1 + next_n, max(next_n - 1, 0))
+    if change < NEVER:
+        calendar.plan_alloc(row, step + change - seq.num_computed_tokens)
+    left = token_limit(seq, kv.max_model_len) - seq.num_tokens
+    calendar.plan_limit(row, step + max(0, left - 1))
+
+
+def _is_one_each(
+    rows: cabc.Sequence[cabc.Sequence[int] | None], flat: list[int]
+) -> TypeGuard[cabc.Sequence[cabc.Sequence[int]]]:
+    """Is every row exactly one token? Then ``flat`` gets them all. Unpacking proves the
+    length while it flattens: one pass for the common case."""
+    try:
+        flat += [token for (token,) in filter(None, rows)]
+    except ValueError:
+        return False
+    return len(flat) == len(rows)

@@ -138,7 +138,6 @@ class Columns:
     __slots__ = (
         "gone",
         "history",
-        "in_flight",
         "last",
         "offsets",
         "ones",
@@ -163,8 +162,8 @@ class Columns:
         self.offsets: list[int] = []
         self.ones: list[int] = []
         self.sample: list[bool] = []
-        self.in_flight = False
-        self.gone: list[Row] = []
+        #: Rows that leave when the batch in flight lands; None: no batch is in flight.
+        self.gone: list[Row] | None = None
         self.history: list[list[int]] = []
 
     def append(self, row: Row, table: dict[str, list[int]], step: int) -> None:
@@ -211,7 +210,7 @@ class Columns:
         if row.columns is not None:
             row.seq.attach(None)
             row.columns = None
-        if self.in_flight:
+        if self.gone is not None:
             # Its token goes nowhere: the sequence may be in another queue already.
             self.outputs[row.index] = []
             self.gone.append(row)
@@ -233,11 +232,18 @@ class Columns:
         self.ones.pop()
         self.sample.pop()
 
+    @property
+    def in_flight(self) -> bool:
+        return self.gone is not None
+
+    def take_off(self) -> None:
+        """A batch of these rows is in flight from now on."""
+        self.gone = []
+
     def land(self) -> None:
         """The batch is no longer in flight: rows that left meanwhile go now."""
-        self.in_flight = False
-        gone, self.gone = self.gone, []
-        for row in gone:
+        gone, self.gone = self.gone, None
+        for row in gone or ():
             self.remove(row)
 
 

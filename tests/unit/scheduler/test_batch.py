@@ -106,6 +106,24 @@ def test_who_gets_no_block_sits_out_and_the_others_go_on() -> None:
     assert "stalled=0" in repr(running)
 
 
+@pytest.mark.parametrize("order", [[3, 1, 2], [1, 2, 3]])
+def test_the_earlier_one_gets_the_last_block(order: list[int]) -> None:
+    """R88: by order of arrival, whatever the ids, when it is due and when it stalls."""
+    kv = KVBlocks(FULL, 6, MAX_LEN)
+    running = batcher(kv)
+    for i in order:
+        running.add(seq(i, 3))
+    step(running)
+    assert kv.num_free == {"full": 2}
+    kv.allocate_slots(50, 0, 4)
+    assert running.schedule() == 1
+    assert running.build_batch(1).seq_ids == order[:1]
+    running.commit(StepOutput([[9]]))
+    kv.free(50)
+    assert running.schedule() == 2
+    assert sorted(running.build_batch(1).seq_ids) == sorted(order[:2])
+
+
 def test_finishing_is_seen_at_commit() -> None:
     """R74, D18: EOS, stop ids, max_tokens, the model's length."""
     running = batcher(KVBlocks(FULL, 40, MAX_LEN))
@@ -159,6 +177,7 @@ def test_a_sequence_removed_in_flight_gets_nothing_and_nobody_else_notices() -> 
     assert running.is_in_flight(1)
     assert running.remove(1) is seqs[1]
     running.remove(3)
+    seqs[3].finish_reason = FinishReason.ABORT
     with pytest.raises(OwnershipError, match="in flight"):
         running.schedule()
     result = running.commit(StepOutput([[20], [21], [22], [2]], [[-1.0]] * 4))
@@ -167,7 +186,7 @@ def test_a_sequence_removed_in_flight_gets_nothing_and_nobody_else_notices() -> 
     assert result.logprobs == [[-1.0], [-1.0]]
     assert result.finished == []
     assert seqs[1].output_token_ids == [101]
-    assert seqs[3].finish_reason is None
+    assert seqs[3].finish_reason is FinishReason.ABORT
     assert seqs[0].output_logprobs == [None, -1.0]
     assert not running.is_in_flight(0)
     assert running.schedule() == 2

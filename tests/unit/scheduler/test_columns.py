@@ -81,7 +81,7 @@ def test_a_row_that_leaves_in_flight_gets_no_token() -> None:
     a, b = row(1), row(2)
     columns.append(a, {}, 0)
     columns.append(b, {}, 0)
-    columns.in_flight = True
+    columns.take_off()
     columns.remove(a)
     columns.take([7, 8])
     assert columns.seqs == [a.seq, b.seq]
