@@ -29,6 +29,9 @@ class LocalPort:
         taken: list[LeaderMessage] = []
         while self._inbox and len(taken) < limit:
             taken.append(self._inbox.popleft())
+        if self._inbox:
+            # The wake-ups of what is left here may be spent already.
+            self.wake()
         return taken
 
     def send(self, message: WorkerMessage) -> None:

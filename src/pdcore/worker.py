@@ -149,13 +149,16 @@ class Worker:
             self.core.handle_timeout(now)
         self._settle(now)
         self._report_health(now)
+        # Before the batch: who decodes all the time would never see its drain end (D59).
+        self._check_drained(now)
         batch = self.core.schedule(now)
         if batch is not None:
             self._run_batch(batch)
             return True
-        self._check_drained(now)
+        # Scheduling may end requests without giving a batch: their results must not sleep.
+        is_settled = self._settle(now)
         if not self._is_stopped:
-            self.ports.wait(self._sleep_s(max_wait_s))
+            self.ports.wait(self._sleep_s(max_wait_s) if is_settled else 0.0)
         return False
 
     def stop(self) -> None:
@@ -174,13 +177,15 @@ class Worker:
     # --- in -----------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
+        # Takes the wake-ups, so it comes first: a message that is put while we look at the
+        # other inputs has its own wake-up left and is not slept on (D46).
+        for event in self.background.poll():
+            self.core.handle_event(event, now)
         for message in self.ports.leader.receive():
             self._handle_leader(message, now)
         for data in self.ports.channel.receive():
             self._handle_frame(data, now)
         for event in self.executor.poll():
-            self.core.handle_event(event, now)
-        for event in self.background.poll():
             self.core.handle_event(event, now)
 
     def _handle_frame(self, data: bytes, now: float) -> None:
@@ -232,16 +237,18 @@ class Worker:
 
     # --- out ----------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> None:
-        """Tick and carry out effects until nothing changes any more, bounded."""
+    def _settle(self, now: float) -> bool:
+        """Tick and carry out effects until nothing changes any more, bounded. False: the
+        bound was met first, and the next iteration must follow at once."""
         for _ in range(MAX_TICKS):
             if self.core.wants_tick:
                 self.core.tick(now)
             effects = self.core.poll_effects()
             if not effects:
-                return
+                return True
             for event in self.executor.execute(effects):
                 self.core.handle_event(event, now)
+        return False
 
     def _run_batch(self, batch: Batch) -> None:
         """Effects that the batch's scheduling caused go out first, results right after."""
@@ -269,8 +276,11 @@ class Worker:
         self._next_health_s = now + self.core.setup.limits.heartbeat_interval_s
         totals = {**attrs.asdict(self.core.snapshot()), **attrs.asdict(self.counters)}
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
+        problems = self.problems()
+        if counters.get("is_diverged"):
+            problems = [*problems, "the ranks of its group held different requests: restart it"]
         rank = self.core.setup.me.rank
-        self.ports.leader.send(WorkerHealth(rank, self.problems(), counters))
+        self.ports.leader.send(WorkerHealth(rank, problems, counters))
 
     def _check_drained(self, now: float) -> None:
         """While draining: stop when nothing is left, or abort what is when time is up."""
@@ -283,7 +293,9 @@ class Worker:
                 self.core.abort(key, why, now)
             self._settle(now)
             left = []
-        self._is_stopped = not left
+        if not left:
+            # Never the other way: another thread may have asked for the end meanwhile.
+            self._is_stopped = True
 
     def _sleep_s(self, max_wait_s: float | None) -> float | None:
         now = self.clock.monotonic()

@@ -81,22 +81,28 @@ class Running:
         if self._batch is not None:
             return None
         batch_id = next(self._batch_ids)
+        self._batch = self._resume(batch_id)
+        if self._batch is None and len(self.batcher) and not self.batcher.schedule():
+            self._make_room(now)
+            if not len(self.batcher):
+                # All of them were retracted: the first comes back at once.
+                self._batch = self._resume(batch_id)
+        if self._batch is None and len(self.batcher):
+            self._batch = self.batcher.build_batch(batch_id)
+        return self._batch
+
+    def _resume(self, batch_id: int) -> Batch | None:
+        """A prefill batch of retracted sequences, if any of them finds blocks."""
         chunks = select_prefill(
             (record.seq for record in self.resuming.values()),
             self.blocks,
             self.limits.prefill_chunk_tokens,
             self.limits.max_running,
         )
-        if chunks:
-            self._chunks = chunks
-            self._batch = build_prefill_batch(batch_id, chunks, self.blocks)
-            return self._batch
-        if len(self.batcher) and not self.batcher.schedule():
-            self._make_room(now)
-        if not len(self.batcher):
+        if not chunks:
             return None
-        self._batch = self.batcher.build_batch(batch_id)
-        return self._batch
+        self._chunks = chunks
+        return build_prefill_batch(batch_id, chunks, self.blocks)
 
     def complete(self, event: StepCompleted, now: float) -> None:
         """Tokens of the batch handed out last; a failed step fails its requests only."""
