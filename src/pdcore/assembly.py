@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import select
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import attrs
 
@@ -30,6 +31,9 @@ from pdcore.system_clock import SystemClock
 from pdcore.transports.base import Revocation, Transport
 from pdcore.types import PeerRef, Role
 from pdcore.worker import Core, LeaderPort, Ports, Worker
+
+#: How often parts without a descriptor are looked at, in seconds.
+LOOK_S: Final = 0.001
 
 
 @attrs.frozen
@@ -117,25 +121,27 @@ def take_memory(
 def make_wait(
     sources: Sequence[ZmqSource], fds: Iterable[int | None]
 ) -> Callable[[float | None], object]:
-    """A sleep that ends when any source or descriptor is readable. Parts without a
-    descriptor are looked at every millisecond."""
+    """A sleep that ends when any source or descriptor is readable. ``fds`` are those of the
+    channel, the transport and the background, in this order; parts without one (None) are
+    looked at every millisecond."""
     known = list(fds)
     readable = [fd for fd in known if fd is not None]
     if sources:
         # A ZMQ channel's own descriptor is edge-triggered: the poller knows how to wait.
-        poller = Poller(sources, readable[1:] if known[0] is not None else readable)
-        return poller.wait
-    poll = select.poll()
-    for fd in readable:
-        poll.register(fd, select.POLLIN)
-    must_look = len(readable) < len(known)
+        known = known[1:]
+        readable = [fd for fd in known if fd is not None]
+        sleep: Callable[[float | None], object] = Poller(sources, readable).wait
+    else:
+        poll = select.poll()
+        for fd in readable:
+            poll.register(fd, select.POLLIN)
 
-    def wait(timeout_s: float | None) -> object:
-        if must_look:
-            timeout_s = 0.001 if timeout_s is None else min(timeout_s, 0.001)
-        return poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        def sleep(timeout_s: float | None) -> object:
+            return poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
-    return wait
+    if len(readable) == len(known):
+        return sleep
+    return lambda timeout_s: sleep(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
 
 
 def _no_route(bootstrap: str) -> TopologyFetched:

@@ -8,22 +8,24 @@ loop's poller wakes.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from pdcore.fsm.events import Event
 
 log = logging.getLogger(__name__)
 
+#: ``failed(error)``: the event that answers for a call that raised.
+FailedCall = Callable[[BaseException], Event]
+
 
 class BackgroundCalls(Protocol):
     """What the loop needs; simulations answer inline instead of from a thread."""
 
-    def run(self, call: Callable[[], Event]) -> None: ...
+    def run(self, call: Callable[[], Event], failed: FailedCall) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -49,10 +51,12 @@ class Background:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def run(self, call: Callable[[], Event]) -> None:
-        """Call it in a thread. It must turn its own errors into an event."""
+    def run(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        """Call it in a thread. Every call is answered by one event, whatever it raises:
+        somebody waits for the answer, and a lost one would be waited for for ever."""
         if not self._is_closed:
-            self._pool.submit(self._work, call)
+            future = self._pool.submit(call)
+            future.add_done_callback(lambda done: self._finish(done, failed))
 
     def wake(self) -> None:
         """Make the loop look at its inputs. A full pipe is a wake-up already pending."""
@@ -82,9 +86,12 @@ class Background:
         self._reader.close()
         self._writer.close()
 
-    def _work(self, call: Callable[[], Event]) -> None:
-        try:
-            self._events.append(call())
-        except OSError as error:
-            log.warning("a background call failed in process %d: %s", os.getpid(), error)
+    def _finish(self, done: Future[Event], failed: FailedCall) -> None:
+        """In the thread of the call, or in ``close`` for one that never started."""
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            log.warning("a background call raised", exc_info=error)
+        self._events.append(done.result() if error is None else failed(error))
         self.wake()

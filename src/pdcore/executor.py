@@ -23,7 +23,7 @@ from pdcore.control.messages import (
     Tokens,
     WorkerMessage,
 )
-from pdcore.errors import CodecError, TransportError, failure
+from pdcore.errors import CodecError, PeerGone, TransportError, failure
 from pdcore.fsm.effects import (
     CancelTransfer,
     Effect,
@@ -140,8 +140,7 @@ class Executor:
             case ReleaseLease():
                 self.transport.release(effect.lease)
             case FetchTopology():
-                bootstrap = effect.bootstrap
-                self.background.run(lambda: self.fetch_route(bootstrap))
+                self._fetch(effect.bootstrap)
             case FencePeer():
                 return self._fence(effect.peer)
             case ForgetPeer():
@@ -150,6 +149,13 @@ class Executor:
             case _:
                 raise TypeError(f"no one carries out {type(effect).__name__}")
         return []
+
+    def _fetch(self, bootstrap: str) -> None:
+        def failed(error: BaseException) -> TopologyFetched:
+            detail = f"asking {bootstrap} for its route raised {type(error).__name__}: {error}"
+            return TopologyFetched(bootstrap, None, failure("unreachable", detail))
+
+        self.background.run(lambda: self.fetch_route(bootstrap), failed)
 
     def _post(self, effect: PostTransfer) -> list[Event]:
         try:
@@ -160,6 +166,10 @@ class Executor:
                 session, effect.batches, RemoteLease(effect.lease, effect.ranges)
             )
         except TransportError as error:
+            if isinstance(error, PeerGone):
+                # A session that lost its peer never comes back: the next transfer to the
+                # same process life connects anew.
+                self._disconnect(effect.peer.incarnation)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
         self._handles[handle] = effect.handle
