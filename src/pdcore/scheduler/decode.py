@@ -50,6 +50,7 @@ class DecodeSnapshot:
     draining: int
     running: int
     num_ignored: int
+    is_diverged: bool
     kv_usage: str
 
 
@@ -112,7 +113,7 @@ class DecodeCore:
             case StepCompleted():
                 self.running.complete(event, now)
             case VotesReduced():
-                for record, outcome in self.rooms.end_tick(event.sequence, event.votes):
+                for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case TopologyFetched():
                 self.prealloc.record(event, now)
@@ -124,6 +125,10 @@ class DecodeCore:
                 self.inbox.revoke(event, now)
             case _:
                 self.inbox.num_ignored += 1
+        for incarnation in self.inbox.restarted:
+            # At once: the next request must not be sent to a process that is gone.
+            self.prealloc.topologies.forget(incarnation)
+        self.inbox.restarted.clear()
 
     def handle_timeout(self, now: float) -> None:
         """Deadlines, resends, drains and route retries that are due at ``now``."""
@@ -151,9 +156,6 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         """Offer admission, then start the vote of this loop iteration."""
-        for incarnation in self.inbox.restarted:
-            self.prealloc.topologies.forget(incarnation)
-        self.inbox.restarted.clear()
         self.prealloc.offer(self.running.owed())
         self.rooms.begin_tick()
 
@@ -178,7 +180,9 @@ class DecodeCore:
 
     @property
     def wants_tick(self) -> bool:
-        return self.rooms.wants_tick or self.prealloc.may_offer
+        return self.rooms.wants_tick or (
+            self.prealloc.may_offer(len(self.running.resuming)) and not self.rooms.is_diverged
+        )
 
     def snapshot(self) -> DecodeSnapshot:
         states = [record.receiver.state for record in self.rooms.records.values()]
@@ -189,6 +193,7 @@ class DecodeCore:
             draining=states.count(S.DRAINING),
             running=len(self.running),
             num_ignored=self.inbox.num_ignored,
+            is_diverged=self.rooms.is_diverged,
             kv_usage=self.blocks.format_usage(),
         )
 

@@ -195,7 +195,7 @@ class DecodeInbox:
         self.rooms = rooms
         self.me = rooms.setup.me
         self.num_ignored = 0
-        #: Prefill process lives proved over by STALE: their routes are asked for again.
+        #: Prefill process lives proved over: their routes are asked for again.
         self.restarted: list[Incarnation] = []
 
     def receive(self, event: MessageReceived, now: float) -> None:

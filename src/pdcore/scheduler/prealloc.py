@@ -8,7 +8,7 @@ who does not fit blocks those behind (no head-of-line blocking).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from pdcore.errors import failure
 from pdcore.fsm.effects import FetchTopology
@@ -99,17 +99,16 @@ class Preallocation:
         self.waiting.pop(key, None)
         self.line.discard(key)
 
-    @property
-    def may_offer(self) -> bool:
-        """Somebody waits and what is free has changed since the last offer."""
-        return bool(self.waiting) and self._offered != self._free()
+    def may_offer(self, num_owed: int) -> bool:
+        """Somebody waits and what the budget depends on has changed since the last offer."""
+        return bool(self.waiting) and self._offered != self._budgeted(num_owed)
 
-    def offer(self, owed: Iterable[Mapping[str, int]]) -> None:
+    def offer(self, owed: Collection[Mapping[str, int]]) -> None:
         """Vote for who fits now: the earlier first, nobody blocking those behind. ``owed``
         is kept for retracted sequences, which come before newcomers."""
         if not self.waiting:
             return
-        self._offered = self._free()
+        self._offered = self._budgeted(len(owed))
         budget = self.rooms.blocks.budget(self.limits.num_reserved_decode_tokens)
         for need in owed:
             budget.earmark(need)
@@ -119,6 +118,9 @@ class Preallocation:
         for key in chosen:
             self.rooms.touch(key)
 
-    def _free(self) -> tuple[int, ...]:
-        rooms = self.rooms
-        return (len(self.waiting), rooms.slots.available, *rooms.blocks.num_free.values())
+    def _budgeted(self, num_owed: int) -> tuple[int, ...]:
+        """Quarantine takes a holder, and with it its head-room, away without freeing a
+        block; an aborted sequence that was to come back is owed nothing any more."""
+        blocks, slots = self.rooms.blocks, self.rooms.slots
+        counts = (len(self.waiting), num_owed, slots.available, blocks.num_holders)
+        return (*counts, *blocks.num_free.values())

@@ -54,6 +54,7 @@ class PrefillSnapshot:
     inflight: int
     draining: int
     num_ignored: int
+    is_diverged: bool
     kv_usage: str
 
 
@@ -116,7 +117,7 @@ class PrefillCore:
             case StepCompleted():
                 self._complete_step(event, now)
             case VotesReduced():
-                for record, outcome in self.rooms.end_tick(event.sequence, event.votes):
+                for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case PeerLost():
                 self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
@@ -184,8 +185,13 @@ class PrefillCore:
         return self.rooms.timers.next_s
 
     def live_keys(self) -> list[RoomKey]:
-        """Requests without a result, and rooms that still drain."""
-        return [k for k, r in self.rooms.records.items() if not r.is_over]
+        """Requests without a result, rooms that still drain, and deliveries that decode has
+        not acknowledged: it must not lose a request whose KV it has (D59)."""
+        return [
+            key
+            for key, record in self.rooms.records.items()
+            if not record.is_over or (record.sender.state is S.DONE and record.sender.unanswered())
+        ]
 
     @property
     def wants_tick(self) -> bool:
@@ -199,6 +205,7 @@ class PrefillCore:
             inflight=states.count(S.TRANSFERRING),
             draining=states.count(S.DRAINING),
             num_ignored=self.inbox.num_ignored,
+            is_diverged=self.rooms.is_diverged,
             kv_usage=self.blocks.format_usage(),
         )
 

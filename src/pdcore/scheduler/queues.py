@@ -11,14 +11,18 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from pdcore.config import CoreLimits
 from pdcore.errors import Overloaded, RoomInUse, failure
 from pdcore.fsm.effects import Effect, ReduceVotes, ReportFinished
+from pdcore.fsm.events import VotesReduced
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Failure, FinishReason, GenerateRequest, RoomKey
+
+#: Disarmed timers that may lie about before they are swept out.
+SLACK: Final = 256
 
 V = TypeVar("V")
 
@@ -32,18 +36,26 @@ class VotingEntity(Protocol):
 
 
 class Timers:
-    """Named deadlines per room; re-arming replaces, disarming is lazy (a heap)."""
+    """Named deadlines per room; re-arming replaces, disarming is lazy (a heap).
 
-    __slots__ = ("_armed", "_heap")
+    Keys of any type; what is due at the same moment comes in the order of arming, so that
+    a run replays exactly."""
+
+    __slots__ = ("_armed", "_count", "_heap")
 
     def __init__(self) -> None:
         self._armed: dict[tuple[str, object], float] = {}
         self._heap: list[tuple[float, int, str, object]] = []
+        self._count = 0
 
     def arm(self, kind: str, key: object, at_s: float) -> None:
         self._armed[(kind, key)] = at_s
-        # id() breaks ties between keys that cannot be ordered.
-        heapq.heappush(self._heap, (at_s, id(key), kind, key))
+        self._count += 1
+        if len(self._heap) > 2 * len(self._armed) + SLACK:
+            # Mostly disarmed: a far deadline would keep each of them until its time.
+            self._heap = [e for e in self._heap if self._armed.get((e[2], e[3])) == e[0]]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (at_s, self._count, kind, key))
 
     def is_armed(self, kind: str, key: object) -> bool:
         return (kind, key) in self._armed
@@ -160,9 +172,12 @@ class RoomBook(Generic[R]):
         self.out: list[Effect] = []
         #: Records whose facts changed since their last vote, oldest first.
         self._dirty: dict[RoomKey, None] = {}
-        #: The vector being reduced, empty between ticks.
-        self._voting: tuple[RoomKey, ...] = ()
+        #: The ids of the vector being reduced, None between ticks.
+        self._voting: tuple[RoomKey, ...] | None = None
         self._sequence = 0
+        #: The ranks of this group once held different ids: nothing is committed any more,
+        #: the instance must be restarted (architecture, section 9).
+        self.is_diverged = False
         #: room -> attempts that have not been reported yet.
         self._live: dict[int, set[int]] = {}
 
@@ -255,29 +270,37 @@ class RoomBook(Generic[R]):
 
     @property
     def wants_tick(self) -> bool:
-        return not self._voting and (bool(self._dirty) or self.group_size > 1)
+        if self._voting is not None or self.is_diverged:
+            return False
+        return bool(self._dirty) or self.group_size > 1
 
     def begin_tick(self) -> None:
         """Emit the vector of this tick. A group votes on every id it holds, so that all
         ranks send the same vector; alone, only on what changed (cost follows change)."""
-        if self._voting:
+        if self._voting is not None or self.is_diverged:
             return
-        keys = self.records if self.group_size > 1 else self._dirty
-        self._voting = tuple(k for k in keys if k in self.records)
+        changed = self.records if self.group_size > 1 else self._dirty
+        keys = tuple(k for k in changed if k in self.records)
         self._dirty.clear()
-        if not self._voting and self.group_size == 1:
+        if not keys and self.group_size == 1:
             return
+        self._voting = keys
         self._sequence += 1
-        votes = tuple(self.records[key].entity.vote() for key in self._voting)
-        self.out.append(ReduceVotes(self._sequence, hash_keys(self._voting), votes))
+        votes = tuple(self.records[key].entity.vote() for key in keys)
+        self.out.append(ReduceVotes(self._sequence, hash_keys(keys), votes))
 
-    def end_tick(self, sequence: int, votes: Sequence[int]) -> Iterator[tuple[R, int]]:
+    def end_tick(self, reduced: VotesReduced) -> Iterator[tuple[R, int]]:
         """(record, outcome) of the reduced vector, in vector order. A foreign or repeated
-        sequence is ignored."""
-        if sequence != self._sequence or len(votes) != len(self._voting):
+        sequence is ignored; after a divergence nothing is committed, because a vote would
+        hit another request than it was cast for (D17)."""
+        keys = self._voting
+        if keys is None or reduced.sequence != self._sequence:
             return
-        keys, self._voting = self._voting, ()
-        for key, vote in zip(keys, votes, strict=True):
+        self._voting = None
+        if reduced.diverged or len(reduced.votes) != len(keys):
+            self.is_diverged = True
+            return
+        for key, vote in zip(keys, reduced.votes, strict=True):
             record = self.records.get(key)
             if record is not None:
                 yield record, vote

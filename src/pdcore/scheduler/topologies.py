@@ -7,7 +7,11 @@ requests that wait for it after ``topology_ttl_s``, never the loop (D20).
 
 from __future__ import annotations
 
-from pdcore.control.messages import Route
+import re
+from collections import OrderedDict
+from typing import Final
+
+from pdcore.control.messages import Route, RouteRank
 from pdcore.errors import IncompatibleError, failure
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.topology import (
@@ -18,6 +22,11 @@ from pdcore.topology import (
     map_target_ranks,
 )
 from pdcore.types import Failure, Incarnation, PeerRef
+
+#: Bootstrap addresses remembered; more than a deployment has prefill instances.
+MAX_ENTRIES: Final = 1024
+
+_INCARNATION: Final = re.compile("[0-9a-f]{32}")
 
 
 class TopologyEntry:
@@ -37,15 +46,22 @@ class TopologyEntry:
 
 
 class Topologies:
-    """Bounded by the router's allow-list: only configured addresses ever get here (D41)."""
+    """Bounded: the addresses come with requests, so a client chooses them (D6, D41)."""
 
     def __init__(self, setup: CoreSetup) -> None:
         self.setup = setup
-        self.entries: dict[str, TopologyEntry] = {}
+        #: Least recently used first.
+        self.entries: OrderedDict[str, TopologyEntry] = OrderedDict()
 
     def lookup(self, bootstrap: str, now: float) -> TopologyEntry:
         """The entry of an address; a refusal that is too old counts as unknown."""
-        entry = self.entries.setdefault(bootstrap, TopologyEntry())
+        entry = self.entries.get(bootstrap)
+        if entry is None:
+            entry = self.entries[bootstrap] = TopologyEntry()
+        self.entries.move_to_end(bootstrap)
+        while len(self.entries) > MAX_ENTRIES:
+            # Whoever waits for a forgotten one asks for it again.
+            self.entries.popitem(last=False)
         if entry.refusal is not None and not self._is_fresh(entry, now):
             entry.refusal = None
         return entry
@@ -66,8 +82,13 @@ class Topologies:
         entry = self.lookup(bootstrap, now)
         entry.is_fetching = False
         if route is None:
-            # A stale route may still be good: keep it, the lifecycles notice if it is not.
             entry.problem = problem or failure("unreachable", f"no route from {bootstrap}")
+            if entry.problem.http_status < 500:
+                # The request's own mistake (an address that may not be asked): asking again
+                # cannot help, so nobody waits.
+                entry.route, entry.refusal, entry.fetched_s = None, entry.problem, now
+                return entry
+            # A stale route may still be good: keep it, the lifecycles notice if it is not.
             entry.retry_s = now + self.setup.limits.topology_retry_s
             return entry
         entry.fetched_s = now
@@ -75,6 +96,8 @@ class Topologies:
         entry.route, entry.refusal = route, None
         try:
             check_compatible(self.setup.profile(), profile_of(route))
+            for key, rank in route.ranks.items():
+                _check_rank(key, rank)
         except IncompatibleError as error:
             entry.route = None
             entry.refusal = failure("incompatible", f"prefill at {bootstrap}: {error}")
@@ -121,6 +144,18 @@ class Topologies:
                 incarnation = Incarnation(bytes.fromhex(rank.incarnation))
                 peers.append(PeerRef(route.instance, layout.rank(at), incarnation, address))
         return peers, mapping.required_dst_info_num
+
+
+def _check_rank(key: str, rank: RouteRank) -> None:
+    """The answer of another process is not trusted to be well-formed (D58)."""
+    if not _INCARNATION.fullmatch(rank.incarnation):
+        raise IncompatibleError(
+            f"rank {key}: incarnation {rank.incarnation[:40]!r} is not 32 hex digits"
+        )
+    if not rank.rank_ip or not 1 <= rank.rank_port <= 65535:
+        raise IncompatibleError(
+            f"rank {key}: {rank.rank_ip[:40]!r} port {rank.rank_port} is no address"
+        )
 
 
 def profile_of(route: Route) -> InstanceProfile:
