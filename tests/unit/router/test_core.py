@@ -1,0 +1,530 @@
+"""The router's core: who answers, who is cancelled, what counts (architecture, section 10).
+
+Time and randomness are the test's; the last test is a state machine over any order of
+anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pdcore.errors import InvalidRequest, Overloaded, RoomInUse
+from pdcore.fsm.routed import Leg
+from pdcore.router.core import RouterCore, RouterLimits
+from pdcore.router.events import (
+    Answer,
+    CancelAnswered,
+    ClientLeft,
+    Dispatch,
+    DropLegs,
+    EndStream,
+    LegAnswered,
+    LegLost,
+    RouterEffect,
+    StreamBegan,
+    StreamEnded,
+)
+from pdcore.router.fleet import Fleet, Health, Report
+from pdcore.router.outbox import SendCancel
+from pdcore.router.policies import ClientFields, parse_targets
+
+P, D = Leg.PREFILL, Leg.DECODE
+
+
+class Router:
+    """A core whose instances are up, with its effects sorted by kind."""
+
+    def __init__(self, num_prefill: int = 1, num_decode: int = 1, **limits: Any) -> None:
+        prefills = [f"p{i}:1" for i in range(num_prefill)]
+        decodes = [f"d{i}:1" for i in range(num_decode)]
+        self.fleet = Fleet(*parse_targets(prefills, decodes))
+        for _, member in self.fleet.members():
+            self.fleet.report(member, Report(True, "Up", dp_size=4))
+        values = {"request_timeout_s": 100.0, "grace_s": 5.0, **limits}
+        self.core = RouterCore(self.fleet, RouterLimits(**values), random.Random(1))
+        self.now_s = 0.0
+        self.effects: list[RouterEffect] = []
+
+    def submit(self, **fields: Any) -> tuple[int, Dispatch]:
+        ticket = self.core.submit(ClientFields(**fields), self.now_s, 1000.0 + self.now_s)
+        self.poll()
+        return ticket, self.of(Dispatch)[-1]
+
+    def poll(self) -> None:
+        self.effects.extend(self.core.poll_effects())
+
+    def event(self, event: Any) -> None:
+        self.core.handle_event(event, self.now_s)
+        self.poll()
+
+    def at(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.core.handle_timeout(now_s)
+        self.poll()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [e for e in self.effects if type(e) is kind]
+
+    def cancels(self) -> list[tuple[Leg, int, bool]]:
+        return [(e.key.leg, e.key.attempt, e.unless_received) for e in self.of(SendCancel)]
+
+
+# --- dispatch -------------------------------------------------------------------------------
+
+
+def test_both_legs_get_one_attempt_with_everything_they_need() -> None:
+    """R31, R32, rule 8: room, bootstrap, instances, dp rank, absolute and remaining time."""
+    router = Router()
+    router.now_s = 3.0
+    _, dispatch = router.submit(room=6, timeout_s=10.0)
+    assert (dispatch.prefill.target.netloc, dispatch.decode.target.netloc) == ("p0:1", "d0:1")
+    assert dispatch.remaining_s == 10.0
+    assert dispatch.added == {
+        "bootstrap_room": 6,
+        "attempt": dispatch.attempt,
+        "bootstrap_host": "p0",
+        "bootstrap_port": 18800,
+        "prefill_instance": "p0:1",
+        "decode_instance": "d0:1",
+        "expires_at_s": 1013.0,
+        "remaining_s": 10.0,
+        "disagg_prefill_dp_rank": 6 % 4,
+        "replaces": None,
+    }
+    assert router.core.poll_deadline() == 18.0, "later than the legs' (DLR)"
+
+
+def test_rooms_and_attempts_are_fresh_and_a_client_cannot_have_more_time() -> None:
+    router = Router()
+    dispatches = [router.submit(timeout_s=1e6)[1] for _ in range(50)]
+    assert len({d.attempt for d in dispatches}) == 50
+    assert len({d.added["bootstrap_room"] for d in dispatches}) == 50
+    assert {d.remaining_s for d in dispatches} == {100.0}
+
+
+def test_only_instances_that_are_up_get_requests() -> None:
+    """D47b: health-aware selection."""
+    router = Router(num_prefill=2, num_decode=2)
+    router.fleet.mark_down(router.fleet.prefills[1], "gone")
+    used = {
+        (d.prefill.target.netloc, d.decode.target.netloc)
+        for d in (router.submit(room=room)[1] for room in range(1, 20))
+    }
+    assert used == {("p0:1", "d0:1"), ("p0:1", "d1:1")}
+
+
+def test_without_instances_the_answer_is_503() -> None:
+    """R9."""
+    router = Router()
+    router.fleet.mark_down(router.fleet.decodes[0], "cannot connect")
+    router.core.submit(ClientFields(), 0.0, 0.0)
+    router.poll()
+    (answer,) = router.of(Answer)
+    assert answer.failure.http_status == 503
+    assert "d0:1: cannot connect" in answer.failure.detail
+    assert router.of(Dispatch) == []
+    assert router.core.snapshot()["in_flight"] == 0
+
+
+def test_what_a_client_asks_for_must_be_configured() -> None:
+    """D41, D21; a request that was refused leaves nothing behind."""
+    router = Router(num_prefill=2)
+    for fields in ({"bootstrap_host": "evil"}, {"bootstrap_port": 1}, {"dp_rank": 4}):
+        with pytest.raises(InvalidRequest):
+            router.core.submit(ClientFields(room=5, **fields), 0.0, 0.0)
+    for room in range(1, 9):
+        _, dispatch = router.submit(room=room, bootstrap_host="p1", dp_rank=3)
+        assert dispatch.added["bootstrap_host"] == "p1"
+        assert dispatch.added["disagg_prefill_dp_rank"] == 3
+    assert router.core.snapshot()["in_flight"] == 8
+
+
+def test_the_number_of_requests_in_flight_is_bounded() -> None:
+    """D60: 429."""
+    router = Router(max_in_flight=1)
+    ticket, _ = router.submit()
+    with pytest.raises(Overloaded):
+        router.submit()
+    router.event(ClientLeft(ticket))
+    router.submit()
+
+
+# --- who answers (D10, D11) -------------------------------------------------------------------
+
+
+def first_answer(make: Callable[[], Any], events: Callable[[int, int], list[Any]]) -> Answer | None:
+    """The first answer while these events come in, None if none of them decided."""
+    router = make()
+    ticket, dispatch = router.submit(room=5)
+    for event in events(ticket, dispatch.attempt):
+        router.event(event)
+        if found := router.of(Answer):
+            return found[0]
+    return None
+
+
+class Gathering(Router):
+    """Mutant: the seed posts to both and waits for both; prefill's answer is discarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[Leg, Any] = {}
+
+    def event(self, event: Any) -> None:
+        if isinstance(event, LegAnswered):
+            self.waiting[event.leg] = event
+            if len(self.waiting) == 2:
+                super().event(self.waiting[D])
+        else:
+            super().event(event)
+
+
+def check_a_prefill_refusal_is_answered(make: Callable[[], Any]) -> None:
+    answer = first_answer(make, lambda t, a: [LegAnswered(t, a, P, 413)])
+    assert answer is not None, "the refusal was withheld"
+    assert (answer.leg, answer.failure is not None) == (P, True)
+
+
+def check_a_decode_failure_is_answered(make: Callable[[], Any]) -> None:
+    answer = first_answer(make, lambda t, a: [LegAnswered(t, a, D, 502)])
+    assert answer is not None, "the failure was withheld"
+    assert answer.leg is D
+
+
+@pytest.mark.parametrize(
+    "check", [check_a_prefill_refusal_is_answered, check_a_decode_failure_is_answered]
+)
+def test_the_first_leg_that_decides_is_the_answer(check: Callable[[Any], None]) -> None:
+    """D10: prefill's 413 was dropped, and a fast decode failure waited for prefill."""
+    check(Router)
+    with pytest.raises(AssertionError, match="withheld"):
+        check(Gathering)
+
+
+def test_a_prefill_refusal_cancels_decode_unless_it_has_its_kv() -> None:
+    """D11: nobody told decode, which waited 60 s with KV and slot pinned."""
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegAnswered(ticket, dispatch.attempt, P, 413))
+    assert router.cancels() == [(D, dispatch.attempt, True)]
+    assert router.of(DropLegs) == [DropLegs(ticket, dispatch.attempt)]
+
+
+def test_a_decode_failure_before_the_first_token_cancels_prefill() -> None:
+    """Q5 CD."""
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegAnswered(ticket, dispatch.attempt, P, 202))
+    assert router.of(Answer) == []
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 502))
+    assert router.cancels() == [(P, dispatch.attempt, False)]
+
+
+def test_decodes_result_is_the_answer() -> None:
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+    assert router.of(Answer) == [Answer(ticket, dispatch.attempt, None, D)]
+    assert router.cancels() == []
+
+
+def test_a_stream_is_answered_at_its_beginning_and_ended_once() -> None:
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(StreamBegan(ticket, dispatch.attempt))
+    assert router.of(Answer) == [Answer(ticket, dispatch.attempt, None, None)]
+    router.event(StreamEnded(ticket, dispatch.attempt))
+    router.event(StreamEnded(ticket, dispatch.attempt))
+    assert router.of(EndStream) == [EndStream(ticket, None)]
+    assert router.core.counters["done"] == 1
+
+
+def test_a_broken_connection_to_prefill_is_not_its_failure() -> None:
+    """Q5 UNK: the KV may already be there; decode decides."""
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegLost(ticket, dispatch.attempt, P, True, "reset"))
+    assert router.of(Answer) == []
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+    assert router.of(Answer)[0].failure is None
+
+
+def test_after_the_first_token_prefill_changes_nothing() -> None:
+    """Q5 IGN."""
+    for event in (
+        LegAnswered(0, 0, P, 500),
+        LegLost(0, 0, P, True, "x"),
+        LegLost(0, 0, P, False, "x"),
+    ):
+        router = Router()
+        ticket, dispatch = router.submit()
+        router.event(StreamBegan(ticket, dispatch.attempt))
+        router.event(event._replace(ticket=ticket, attempt=dispatch.attempt))
+        assert router.of(EndStream) == []
+        assert router.cancels() == []
+        router.event(StreamEnded(ticket, dispatch.attempt))
+        assert router.of(EndStream) == [EndStream(ticket, None)]
+
+
+def test_a_lost_decode_ends_the_request_and_cancels_both() -> None:
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegLost(ticket, dispatch.attempt, D, True, "reset"))
+    assert router.of(Answer)[0].failure.http_status == 503
+    assert router.cancels() == [(P, dispatch.attempt, False), (D, dispatch.attempt, False)]
+
+
+def test_decode_lost_in_mid_stream_ends_the_stream_with_its_failure() -> None:
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(StreamBegan(ticket, dispatch.attempt))
+    router.event(LegLost(ticket, dispatch.attempt, D, True, "reset"))
+    assert router.of(EndStream)[0].failure.http_status == 503
+    assert router.cancels() == [(D, dispatch.attempt, False)]
+
+
+def test_a_client_that_is_gone_cancels_both_legs() -> None:
+    """Q5 CC, D47a."""
+    for begin in (False, True):
+        router = Router()
+        ticket, dispatch = router.submit()
+        if begin:
+            router.event(StreamBegan(ticket, dispatch.attempt))
+        router.event(ClientLeft(ticket))
+        assert router.cancels() == [(P, dispatch.attempt, False), (D, dispatch.attempt, False)]
+        assert router.of(DropLegs) == [DropLegs(ticket, dispatch.attempt)]
+        router.event(ClientLeft(ticket))
+        assert router.core.counters["late"] == 1
+
+
+def test_the_routers_own_deadline_is_the_last_resort() -> None:
+    """Q5 DLR: all answers were lost."""
+    router = Router()
+    ticket, dispatch = router.submit(timeout_s=10.0)
+    router.at(14.9)
+    assert router.of(Answer) == []
+    router.at(15.0)
+    assert router.of(Answer)[0].failure.http_status == 504
+    assert [leg for leg, _, _ in router.cancels()] == [P, D]
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+    assert len(router.of(Answer)) == 1
+
+
+def test_a_deadline_in_mid_stream_ends_it_with_an_error() -> None:
+    router = Router()
+    ticket, dispatch = router.submit(timeout_s=10.0)
+    router.event(StreamBegan(ticket, dispatch.attempt))
+    router.at(15.0)
+    assert router.of(EndStream)[0].failure.http_status == 504
+
+
+# --- cancels ----------------------------------------------------------------------------------
+
+
+def test_a_cancel_is_resent_until_the_leg_knows_of_it() -> None:
+    """Q5 RES: a cancel that overtakes its request must not vanish."""
+    router = Router()
+    ticket, dispatch = router.submit()
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 502))
+    (first,) = router.of(SendCancel)
+    router.event(CancelAnswered(first.key, False))
+    assert router.core.poll_deadline() == 0.05
+    router.at(0.05)
+    assert router.of(SendCancel) == [first, first]
+    router.event(CancelAnswered(first.key, True))
+    router.at(50.0)
+    assert len(router.of(SendCancel)) == 2
+    assert router.core.poll_deadline() is None
+    assert router.core.snapshot()["cancels"] == 0
+
+
+# --- rooms ------------------------------------------------------------------------------------
+
+
+def test_a_live_room_is_a_409_unless_its_attempt_is_replaced() -> None:
+    """D7."""
+    router = Router()
+    ticket, dispatch = router.submit(room=5)
+    for replaces in (None, dispatch.attempt + 1):
+        with pytest.raises(RoomInUse):
+            router.submit(room=5, replaces=replaces)
+    second, again = router.submit(room=5, replaces=dispatch.attempt)
+    assert again.added["replaces"] == dispatch.attempt
+    assert router.of(Answer) == [router.of(Answer)[0]]
+    assert (router.of(Answer)[0].ticket, router.of(Answer)[0].failure.http_status) == (ticket, 409)
+    assert [leg for leg, attempt, _ in router.cancels() if attempt == dispatch.attempt] == [P, D]
+    router.event(LegAnswered(second, again.attempt, D, 200))
+    assert router.of(Answer)[-1] == Answer(second, again.attempt, None, D)
+
+
+def test_a_retry_after_a_failure_names_what_it_replaces_by_itself() -> None:
+    """R31: a client's room is kept for idempotent retry; the former attempt may still drain."""
+    router = Router()
+    ticket, dispatch = router.submit(room=5)
+    router.event(ClientLeft(ticket))
+    _, again = router.submit(room=5)
+    assert again.added["replaces"] == dispatch.attempt
+    assert again.attempt != dispatch.attempt
+
+
+def test_a_room_that_was_served_starts_afresh() -> None:
+    router = Router()
+    ticket, dispatch = router.submit(room=5)
+    router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+    assert router.submit(room=5)[1].added["replaces"] is None
+
+
+# --- another attempt --------------------------------------------------------------------------
+
+
+def refused(ticket: int, attempt: int, leg: Leg) -> LegLost:
+    return LegLost(ticket, attempt, leg, False, "cannot connect")
+
+
+def test_a_refused_connection_goes_to_another_instance() -> None:
+    """D47b: no retry at all in the seed. The new attempt names the old one, which is
+    cancelled at the instance that got it."""
+    for leg in Leg:
+        router = Router(num_prefill=2, num_decode=2)
+        ticket, first = router.submit(room=5)
+        router.event(refused(ticket, first.attempt, leg))
+        second = router.of(Dispatch)[-1]
+        assert second.added["replaces"] == first.attempt
+        assert second.added["attempt"] == second.attempt != first.attempt
+        former = first.prefill if leg is P else first.decode
+        assert former not in (second.prefill, second.decode)
+        assert former.health is Health.DOWN
+        other = D if leg is P else P
+        assert router.cancels() == [(other, first.attempt, False)]
+        assert router.of(DropLegs) == [DropLegs(ticket, first.attempt)]
+        router.event(LegAnswered(ticket, first.attempt, D, 200))
+        assert router.of(Answer) == [], "only the current attempt's outcomes count"
+        router.event(LegAnswered(ticket, second.attempt, D, 200))
+        assert router.of(Answer) == [Answer(ticket, second.attempt, None, D)]
+        assert all(member.num_live == 0 for _, member in router.fleet.members())
+
+
+def test_a_busy_instance_is_tried_elsewhere_once() -> None:
+    router = Router(num_decode=3)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 503))
+    second = router.of(Dispatch)[-1]
+    assert second.attempt != first.attempt
+    router.event(LegAnswered(ticket, second.attempt, D, 503))
+    assert len(router.of(Dispatch)) == 2
+    assert router.of(Answer)[0].leg is D
+
+
+def test_without_another_instance_the_failure_is_the_answer() -> None:
+    router = Router()
+    ticket, first = router.submit()
+    router.event(refused(ticket, first.attempt, P))
+    assert router.of(Answer)[0].failure.http_status == 503
+    assert router.cancels() == [(D, first.attempt, True)]
+
+
+def test_nothing_is_retried_once_the_response_has_begun() -> None:
+    router = Router(num_prefill=2, num_decode=2)
+    ticket, first = router.submit()
+    router.event(StreamBegan(ticket, first.attempt))
+    router.event(LegAnswered(ticket, first.attempt, P, 503))
+    assert len(router.of(Dispatch)) == 1
+
+
+# --- anything in any order ----------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Invariant 1 at the router: one answer, at most one end of a stream, books that balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(2, 2, max_in_flight=4)
+        self.tickets: list[int] = []
+        self.attempts: list[int] = [1]
+
+    @rule(room=st.integers(1, 3), replace=st.booleans())
+    def submit(self, room: int, replace: bool) -> None:
+        fields = ClientFields(room=room, replaces=self.attempts[-1] if replace else None)
+        try:
+            ticket = self.router.core.submit(fields, self.router.now_s, self.router.now_s)
+        except (RoomInUse, Overloaded):
+            return
+        self.tickets.append(ticket)
+        self.router.poll()
+        self.attempts = [e.attempt for e in self.router.of(Dispatch)] or [1]
+
+    @rule(
+        data=st.data(),
+        leg=st.sampled_from(Leg),
+        kind=st.sampled_from(["answer", "lost", "refused", "began", "ended", "left"]),
+        status=st.sampled_from([200, 202, 400, 413, 502, 503]),
+    )
+    def event(self, data: st.DataObject, leg: Leg, kind: str, status: int) -> None:
+        ticket = data.draw(st.sampled_from([*self.tickets, 0]))
+        attempt = data.draw(st.sampled_from(self.attempts))
+        self.router.event(
+            {
+                "answer": LegAnswered(ticket, attempt, leg, status),
+                "lost": LegLost(ticket, attempt, leg, True, "x"),
+                "refused": LegLost(ticket, attempt, leg, False, "x"),
+                "began": StreamBegan(ticket, attempt),
+                "ended": StreamEnded(ticket, attempt),
+                "left": ClientLeft(ticket),
+            }[kind]
+        )
+        self.attempts = [e.attempt for e in self.router.of(Dispatch)] or [1]
+
+    @rule(data=st.data(), known=st.booleans())
+    def cancel_answered(self, data: st.DataObject, known: bool) -> None:
+        sent = self.router.of(SendCancel)
+        if sent:
+            self.router.event(CancelAnswered(data.draw(st.sampled_from(sent)).key, known))
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 50.0, 200.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.router.at(self.router.now_s + seconds)
+
+    @rule(data=st.data(), is_up=st.booleans())
+    def probe(self, data: st.DataObject, is_up: bool) -> None:
+        _, member = data.draw(st.sampled_from(self.router.fleet.members()))
+        self.router.fleet.report(member, Report(is_up))
+
+    @invariant()
+    def one_answer_and_one_end(self) -> None:
+        for kind in (Answer, EndStream):
+            tickets = [e.ticket for e in self.router.of(kind)]
+            assert len(tickets) == len(set(tickets))
+        attempts = [e.attempt for e in self.router.of(Dispatch)]
+        assert len(attempts) == len(set(attempts))
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        in_flight = self.router.core.snapshot()["in_flight"]
+        assert isinstance(in_flight, int)
+        live = [member.num_live for _, member in self.router.fleet.members()]
+        assert min(live) >= 0
+        assert sum(live) == 2 * in_flight
+
+    @invariant()
+    def there_is_always_a_next_deadline(self) -> None:
+        if self.router.core.snapshot()["in_flight"]:
+            assert self.router.core.poll_deadline() is not None
+
+    def teardown(self) -> None:
+        self.router.at(self.router.now_s + 1000.0)
+        assert self.router.core.snapshot()["in_flight"] == 0
+        answered = {e.ticket for e in self.router.of(Answer)}
+        gone = self.router.core.counters["cancelled"]
+        assert len(answered) + gone >= len(self.tickets)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30)
