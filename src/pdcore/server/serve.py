@@ -93,6 +93,7 @@ class AppServer:
         await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
         if not self._server.up.is_set():
             up.cancel()
+            self._listener.close()
             await self._task
             raise StartFailed(f"the server on port {self.port} ended while it started")
 

@@ -201,10 +201,9 @@ def test_a_bootstrap_address_must_be_configured() -> None:
         for host, port in (("evil", None), ("evil", 18800), ("p0", 18801), (None, 1)):
             try:
                 find(host, port, KNOWN)
-            except InvalidRequest as error:
-                assert error.field in ("bootstrap_host", "bootstrap_port")
-            else:
-                raise AssertionError(f"{host}:{port} would be contacted")
+            except InvalidRequest:
+                continue
+            raise AssertionError(f"{host}:{port} would be contacted")
 
     def seeds(host: str | None, port: int | None, known: Any) -> list[int]:
         """Mutant: whatever the client says."""
