@@ -34,7 +34,7 @@ from pdcore.fsm.states import ReceiverState as S
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
 from pdcore.scheduler.prealloc import Preallocation
-from pdcore.scheduler.queues import finish_reason_of, refusal
+from pdcore.scheduler.queues import finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.running import Running
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Batch, Failure, GenerateRequest, LeaseId, PeerRef, RoomKey
@@ -51,6 +51,10 @@ class DecodeSnapshot:
     running: int
     num_ignored: int
     is_diverged: bool
+    kv_free: int
+    kv_held: int
+    kv_leased: int
+    kv_quarantined: int
     kv_usage: str
 
 
@@ -194,6 +198,7 @@ class DecodeCore:
             running=len(self.running),
             num_ignored=self.inbox.num_ignored,
             is_diverged=self.rooms.is_diverged,
+            **ledger_totals(self.blocks),
             kv_usage=self.blocks.format_usage(),
         )
 

@@ -40,7 +40,7 @@ from pdcore.scheduler.batch import (
     select_prefill,
 )
 from pdcore.scheduler.prefill_rooms import PrefillInbox, PrefillRecord, PrefillRooms
-from pdcore.scheduler.queues import finish_reason_of, refusal
+from pdcore.scheduler.queues import finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Batch, Failure, FinishReason, GenerateRequest, RoomKey
 
@@ -55,6 +55,10 @@ class PrefillSnapshot:
     draining: int
     num_ignored: int
     is_diverged: bool
+    kv_free: int
+    kv_held: int
+    kv_leased: int
+    kv_quarantined: int
     kv_usage: str
 
 
@@ -206,6 +210,7 @@ class PrefillCore:
             draining=states.count(S.DRAINING),
             num_ignored=self.inbox.num_ignored,
             is_diverged=self.rooms.is_diverged,
+            **ledger_totals(self.blocks),
             kv_usage=self.blocks.format_usage(),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 from pdcore.config import CoreLimits
 from pdcore.errors import Overloaded, RoomInUse, failure
@@ -361,3 +361,22 @@ def refusal(
     if request.remaining_s <= 0:
         return failure("deadline_exceeded", "the request arrived after its deadline")
     return None
+
+
+class LedgerTotals(TypedDict):
+    """Blocks by state over all manager keys, for metrics."""
+
+    kv_free: int
+    kv_held: int
+    kv_leased: int
+    kv_quarantined: int
+
+
+def ledger_totals(blocks: KVBlocks) -> LedgerTotals:
+    ledgers = list(blocks.ledger().values())
+    return LedgerTotals(
+        kv_free=sum(ledger.free for ledger in ledgers),
+        kv_held=sum(ledger.held for ledger in ledgers),
+        kv_leased=sum(ledger.leased for ledger in ledgers),
+        kv_quarantined=sum(ledger.quarantined for ledger in ledgers),
+    )
