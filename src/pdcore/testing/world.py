@@ -64,11 +64,21 @@ class TcpNamed:
         self._channel.close()
 
 
+@attrs.frozen
+class RankOptions:
+    """What a rank is built from, also when it starts again."""
+
+    role: Role
+    num_blocks: int
+    limits: CoreLimits
+    revocation: Revocation
+
+
 @attrs.define(eq=False)
 class Rank:
     """One worker of the world and everything it told its leader."""
 
-    role: Role
+    options: RankOptions
     worker: Worker
     port: LocalPort
     said: list[WorkerMessage]
@@ -134,6 +144,16 @@ class World:
 
     def abort(self, key: RoomKey, *, at: str = "decode", unless_received: bool = False) -> None:
         self.ranks[at].port.put(Abort(key, "the client is gone", unless_received))
+
+    def restart(self, name: str, *, late: bool = False) -> Rank:
+        """The process of this rank is killed and another one starts in its place: same
+        addresses, another incarnation, nothing remembered. ``late``: what it had posted
+        still lands. Frames it had sent still arrive. Returns the former life."""
+        former = self.ranks[name]
+        former.worker.ports.channel.close()
+        self.fabric.die(former.worker.core.setup.me.incarnation, late=late)
+        self.ranks[name] = _make_rank(self, former.options)
+        return former
 
     def step(self) -> bool:
         """One loop iteration of every worker; deliver what is due. True when an engine ran."""
@@ -205,35 +225,33 @@ def make_world(
     world = World(clock, network, fabric, config, {}, rng, is_manual=manual)
     for role in (Role.PREFILL, Role.DECODE):
         blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
-        world.ranks[role.value] = _make_rank(
-            world, role, blocks, limits or CoreLimits(), revocation
-        )
+        options = RankOptions(role, blocks, limits or CoreLimits(), revocation)
+        world.ranks[role.value] = _make_rank(world, options)
     return world
 
 
-def _make_rank(
-    world: World, role: Role, num_blocks: int, limits: CoreLimits, revocation: Revocation
-) -> Rank:
+def _make_rank(world: World, options: RankOptions) -> Rank:
     said: list[WorkerMessage] = []
     port = LocalPort(said.append)
+    name = options.role.value
     incarnation = Incarnation(world.rng.randbytes(16))
     worker = build_worker(
         SimulatedRunner(world.model),
-        LoopbackTransport(incarnation, world.fabric, revocation=revocation),
-        TcpNamed(world.network.channel(role.value), role.value),
+        LoopbackTransport(incarnation, world.fabric, revocation=options.revocation, address=name),
+        TcpNamed(world.network.channel(name), name),
         port,
         WorkerOptions(
-            role=role,
-            instance=role.value,
-            num_blocks=num_blocks,
-            limits=limits,
+            role=options.role,
+            instance=name,
+            num_blocks=options.num_blocks,
+            limits=options.limits,
             clock=world.clock,
             fetch_route=lambda bootstrap: _route_of(world, bootstrap),
             wait=lambda timeout_s: None,
         ),
         background=InlineBackground(),
     )
-    return Rank(role, worker, port, said)
+    return Rank(options, worker, port, said)
 
 
 class InlineBackground:
