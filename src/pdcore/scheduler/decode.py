@@ -160,7 +160,7 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         """Offer admission, then start the vote of this loop iteration."""
-        self.prealloc.offer(self.running.owed())
+        self.prealloc.offer(self.running.owed(), self.running.num_unseated)
         self.rooms.begin_tick()
 
     # --- out ----------------------------------------------------------------------------

@@ -103,16 +103,18 @@ class Preallocation:
         """Somebody waits and what the budget depends on has changed since the last offer."""
         return bool(self.waiting) and self._offered != self._budgeted(num_owed)
 
-    def offer(self, owed: Collection[Mapping[str, int]]) -> None:
+    def offer(self, owed: Collection[Mapping[str, int]], num_unseated: int = 0) -> None:
         """Vote for who fits now: the earlier first, nobody blocking those behind. ``owed``
-        is kept for retracted sequences, which come before newcomers."""
+        is kept for retracted sequences, which come before newcomers. ``num_unseated``
+        sequences have their KV and wait for a place in the batch: each takes the place of a
+        newcomer, so that holders stay bounded by max_running + num_metadata_slots (D49)."""
         if not self.waiting:
             return
         self._offered = self._budgeted(len(owed))
         budget = self.rooms.blocks.budget(self.limits.num_reserved_decode_tokens)
         for need in owed:
             budget.earmark(need)
-        chosen = set(self.line.offer(budget, self.rooms.slots.available))
+        chosen = set(self.line.offer(budget, self.rooms.slots.available - num_unseated))
         for key, record in self.waiting.items():
             record.receiver.wants_admission = key in chosen
         for key in chosen:

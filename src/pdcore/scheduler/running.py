@@ -53,6 +53,11 @@ class Running:
     def __len__(self) -> int:
         return len(self.records)
 
+    @property
+    def num_unseated(self) -> int:
+        """Sequences with their KV here that wait for a place in the batch."""
+        return max(0, len(self.batcher) - self.limits.max_running)
+
     def start(self, record: DecodeRecord, metadata: MetadataRecord, now: float) -> None:
         """KV and first token are here."""
         setup, seq = self.rooms.setup, record.seq
