@@ -115,6 +115,7 @@ def take_memory(
         transport=transport.name,
         transport_descriptor=transport.descriptor(),
         quarantine_s=caps.quarantine_s if caps.revocation is Revocation.QUARANTINE else 0.0,
+        is_death_seen=caps.detects_peer_death and caps.death_fences,
     )
 
 

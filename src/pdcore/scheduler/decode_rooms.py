@@ -7,7 +7,7 @@ and gives it back when the receiver is quiet; :class:`DecodeInbox` answers prefi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdcore.control.codec import pack_block_ids
 from pdcore.control.messages import (
@@ -43,10 +43,16 @@ from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
 MAX_AGE_S: Final = 1.0
 
 
+class Death(NamedTuple):
+    at_s: float
+    #: Then the transport also says when the last byte has landed.
+    is_seen: bool
+
+
 class DecodeRecord(RoomRecord):
     """One (room, attempt) on this decode rank (R68)."""
 
-    __slots__ = ("num_required", "receiver", "seq", "slot")
+    __slots__ = ("dead", "num_required", "receiver", "seq", "slot")
 
     def __init__(
         self, request: GenerateRequest, lease: LeaseId, seq_id: int, now: float, quarantine_s: float
@@ -60,6 +66,8 @@ class DecodeRecord(RoomRecord):
         self.slot: MetadataSlot | None = None
         #: Handshakes each prefill rank waits for (R58).
         self.num_required = 1
+        #: Writers proved dead and not fenced -> (when, whether the transport saw it).
+        self.dead: dict[Incarnation, Death] = {}
 
     @property
     def entity(self) -> Receiver:
@@ -275,15 +283,38 @@ class DecodeInbox:
         if died is not None:
             self.lose_peer(died.peer, died.detail, False, now)
 
-    def lose_peer(self, peer: PeerRef, detail: str, fenced: bool, now: float) -> None:
+    def lose_peer(
+        self, peer: PeerRef, detail: str, fenced: bool, now: float, *, is_seen: bool = False
+    ) -> None:
         """Fails exactly the rooms of that process life (architecture, section 2). Without
-        a fence its claims stay open: ask the transport for one (rule 2)."""
+        a fence its claims stay open: ask the transport for one (rule 2). ``is_seen``: it
+        was the transport that reported the death."""
         self.restarted.append(peer.incarnation)
         for record in self.rooms.records_of(peer.incarnation):
             receiver = record.receiver
+            known = record.dead.get(peer.incarnation)
             if fenced:
                 self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
+            elif known is None or is_seen:
+                record.dead[peer.incarnation] = Death(now if known is None else known.at_s, is_seen)
+            if known is None and not fenced and self.rooms.setup.quarantine_s > 0:
+                # Nobody can fence here: the period is the rule, and it starts with the last
+                # moment at which the writer may have posted something.
+                receiver.quarantine_s = self.rooms.setup.quarantine_s
+                self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
+                self.rooms.arm_quarantine(now)
             lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
             self.rooms.emit(record, receiver.failed_locally(lost), now)
         if not fenced:
             self.rooms.out.append(FencePeer(peer))
+
+    def bury(self, record: DecodeRecord, now: float) -> None:
+        """A writer was granted, never connected, and its process is proved over: no fence
+        will ever be reported, because the transport does not know it. Where every death of
+        a connected peer is reported, silence for a whole ``drain_timeout_s`` says so, and
+        the blocks need not stay out for ever."""
+        setup = self.rooms.setup
+        if setup.is_death_seen:
+            for incarnation, death in record.dead.items():
+                if not death.is_seen and now - death.at_s >= setup.limits.drain_timeout_s:
+                    self.rooms.emit(record, record.receiver.writer_fenced(incarnation), now)

@@ -21,7 +21,9 @@ class CoreSetup:
     """Identity, limits and memory of one rank.
 
     ``group_size`` is the TP x CP group that moves in lockstep (1: alone).
-    ``receiver_enforced`` and ``quarantine_s`` come from the transport's capabilities.
+    ``quarantine_s`` (0 but on QUARANTINE transports) and ``is_death_seen`` (the transport
+    reports and fences the death of every process that ever connected) come from the
+    transport's capabilities.
     """
 
     me: PeerRef
@@ -36,7 +38,7 @@ class CoreSetup:
     layout: ParallelLayout = attrs.field(factory=lambda: ParallelLayout(1))
     group_size: int = 1
     quarantine_s: float = 0.0
-    is_receiver_enforced: bool = False
+    is_death_seen: bool = False
 
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""
