@@ -20,6 +20,7 @@ import msgspec
 from pdcore.clock import Clock
 from pdcore.control.codec import PROTOCOL_MAX, PROTOCOL_MIN, negotiate
 from pdcore.control.messages import RankRegistration, Route
+from pdcore.control.rank_table import LEASE_S
 from pdcore.errors import IncompatibleError, failure
 from pdcore.types import Failure
 
@@ -197,8 +198,8 @@ class Registrar:
         self,
         address: str,
         *,
-        renew_interval_s: float = 5.0,
-        lease_s: float = 15.0,
+        renew_interval_s: float = LEASE_S / 3,
+        lease_s: float = LEASE_S,
         retry_initial_s: float = 0.1,
         retry_max_s: float = 5.0,
         jitter: Callable[[], float] = random.random,

@@ -37,6 +37,9 @@ SHARED_FIELDS: Final = (
     "protocol_max",
 )
 
+#: How long a registration counts without being renewed; workers renew every third of it.
+LEASE_S: Final = 15.0
+
 
 @attrs.frozen
 class RankTableConfig:
@@ -50,7 +53,7 @@ class RankTableConfig:
     instance: str
     layout: ParallelLayout
     expected: Mapping[str, object] = attrs.field(factory=dict)
-    lease_s: float = 15.0
+    lease_s: float = LEASE_S
     #: A silent rank is remembered as stale this long after its lease ran out.
     retention_s: float = 600.0
     #: Longer than a request may live between its two legs (D22).
