@@ -127,15 +127,8 @@ class PeerDied:
 TransportEvent = Completion | Notification | PeerDied
 
 
-class Transport(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def caps(self) -> TransportCaps: ...
-
-    @property
-    def incarnation(self) -> Incarnation: ...
+class Memory(Protocol):
+    """Registered memory of this process."""
 
     def allocate(self, size_bytes: int) -> Region:
         """Zeroed, pre-faulted, registered memory. Raises TransportError when there is
@@ -153,6 +146,10 @@ class Transport(Protocol):
         """Everything a peer needs to connect and to bound-check: magic, version,
         transport name, incarnation, regions (id, length), opaque back-end blob."""
         ...
+
+
+class Writer(Protocol):
+    """The sending side: sessions and one-sided writes."""
 
     def connect(self, descriptor: bytes) -> PeerSession:
         """Bounded. Raises PeerGone when nobody answers, TransportError when refused."""
@@ -177,6 +174,10 @@ class Transport(Protocol):
         """Stop issuing; idempotent; a Completion follows unless one already came."""
         ...
 
+
+class Target(Protocol):
+    """The receiving side: which writes our memory accepts."""
+
     def grant(self, lease: RemoteLease) -> None:
         """Receiver side: these ranges of OUR regions may be written under this lease."""
         ...
@@ -189,6 +190,19 @@ class Transport(Protocol):
     def release(self, lease: LeaseId) -> None:
         """Receiver side: the lease is over (its writers quiesced); forget it."""
         ...
+
+
+class Transport(Memory, Writer, Target, Protocol):
+    """One data plane of one process life: memory, writer and target in one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def caps(self) -> TransportCaps: ...
+
+    @property
+    def incarnation(self) -> Incarnation: ...
 
     def poll(self) -> list[TransportEvent]:
         """Everything that happened since the last call; never blocks."""

@@ -1,0 +1,43 @@
+"""Value types: batches as parallel lists, identities as plain tuples."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcore.types import MAX_ID, Batch, Phase, RoomKey, SamplingParams, StepOutput
+
+
+def test_a_batch_packs_tokens_back_to_back() -> None:
+    """R84: packed ids, no padding; one position per sequence in every column."""
+    batch = Batch(1, Phase.PREFILL)
+    batch.add(7, [1, 2, 3], 0, {"full": [4]}, SamplingParams(), sample=False)
+    batch.add(8, [9], 5, {"full": [2, 6]}, SamplingParams())
+    assert batch.input_ids == [1, 2, 3, 9]
+    assert batch.query_lens == [3, 1]
+    assert batch.num_computed_tokens == [0, 5]
+    assert batch.sample == [False, True]
+    assert list(batch.spans()) == [(0, 0, 3), (1, 3, 4)]
+    assert (len(batch), batch.num_tokens) == (2, 4)
+    assert repr(batch) == "Batch(prefill, seqs=2, tokens=4)"
+
+
+def test_block_tables_are_shared_not_copied() -> None:
+    """The scheduler's own lists: building a batch copies no block id."""
+    table = {"full": [1, 2]}
+    batch = Batch(1, Phase.DECODE)
+    batch.add(1, [5], 3, table, SamplingParams())
+    table["full"].append(3)
+    assert batch.block_tables[0]["full"] == [1, 2, 3]
+
+
+def test_room_keys_hash_and_compare_by_value() -> None:
+    assert {RoomKey(1, 2): "a"}[RoomKey(1, 2)] == "a"
+    assert RoomKey(1, 2) != RoomKey(1, 3)
+    assert MAX_ID == 2**63 - 1
+
+
+def test_values_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        StepOutput([]).elapsed_s = 1.0  # type: ignore[misc]
