@@ -43,10 +43,10 @@ class StatusView:
     ) -> None:
         self._live.stop()
 
-    def settle(self) -> None:
+    def settle(self, members: list[Member]) -> None:
         """Everything is up: from now on a change is a line of its own."""
         self._live.stop()
-        self._shown = {}
+        self._shown = {member.name: _line(member) for member in members}
 
     def show(self, members: list[Member]) -> None:
         if self.is_quiet:
@@ -55,10 +55,14 @@ class StatusView:
             self._live.update(_table(members), refresh=True)
             return
         for member in members:
-            line = f"{member.name:<10} {member.status}{_address(member)}"
+            line = _line(member)
             if self._shown.get(member.name) != line and not member.has_ended:
                 self._shown[member.name] = line
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _line(member: Member) -> str:
+    return f"{member.name:<10} {member.status}{_address(member)}"
 
 
 def _address(member: Member) -> str:
@@ -94,7 +98,7 @@ async def run_cluster(
         status = EXIT_FAILED
         try:
             if await _until_started(cluster, stopping):
-                view.settle()
+                view.settle(cluster.members)
                 status = await serve(cluster, stopping)
             else:
                 status = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -134,17 +135,15 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
     runner = load(config, on_progress)
     incarnation = Incarnation(os.urandom(16))
     transport = registry.create(config.transport, incarnation)
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.callback(runner.shutdown)
+        opened.callback(transport.close)
         channel = ZmqChannel(config.bind_host, config.advertise_host, thread_id=threading.get_ident)
-        link = WorkerLink(
-            config.link_address,
-            WorkerId(config.rank, incarnation),
-            thread_id=threading.get_ident,
-        )
-    except ConfigError:
-        transport.close()
-        raise
-    return WorkerParts(config, runner, transport, channel, link, Background())
+        opened.callback(channel.close)
+        worker = WorkerId(config.rank, incarnation)
+        link = WorkerLink(config.link_address, worker, thread_id=threading.get_ident)
+        opened.pop_all()  # from here on the parts close themselves
+        return WorkerParts(config, runner, transport, channel, link, Background())
 
 
 def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunner:

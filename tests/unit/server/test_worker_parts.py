@@ -1,0 +1,107 @@
+"""The parts of a worker: KV pool sizes, limits, and what is published, in which order."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from pdcore.config import CoreLimits, InstanceConfig, WorkerConfig, worker_config
+from pdcore.control.link import LeaderLink
+from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
+from pdcore.errors import ConfigError
+from pdcore.server.worker_parts import (
+    build,
+    effective_limits,
+    free_memory_bytes,
+    load,
+    num_blocks,
+    rank_registration,
+)
+
+RUNNER = SimulatedRunner(SimulatedConfig())
+BLOCK_BYTES = sum(RUNNER.kv_cache_spec.block_bytes.values())
+
+
+def worker(**changes: object) -> WorkerConfig:
+    told = worker_config(
+        InstanceConfig(),
+        instance="127.0.0.1:8001",
+        rank=0,
+        local_rank=0,
+        link_address="tcp://127.0.0.1:1",
+        bootstrap="127.0.0.1:2",
+        bootstrap_token="t",
+        parent_pid=1,
+    )
+    simulated = {"model_path": "simulated", "transport": "loopback", **changes}
+    return attrs.evolve(told, **simulated)
+
+
+def test_no_prompt_is_longer_than_the_model() -> None:
+    limits = effective_limits(CoreLimits(), 100)
+    assert limits.max_prefill_tokens == 99
+    assert limits.prefill_chunk_tokens == 99
+    assert effective_limits(CoreLimits(), 100_000) == CoreLimits()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_blocks": 300, "kv_cache_bytes": None}, 300),
+        ({"kv_cache_bytes": 300 * BLOCK_BYTES + 5}, 300),
+        ({"kv_cache_bytes": 1 << 40}, 32 * 256 + 1),
+        ({"kv_cache_bytes": None, "mem_fraction": 0.5}, 32 * 256 + 1),
+    ],
+)
+def test_pool_sizes(changes: dict[str, object], expected: int) -> None:
+    """R100; never more than 32 sequences of the model's full length could use."""
+    config = worker(**changes)
+    assert num_blocks(config, effective_limits(config.limits, 4096), RUNNER) == expected
+
+
+def test_a_pool_that_cannot_hold_one_prompt_is_refused_with_the_size_that_would() -> None:
+    """R100: (blocks - 1) x block_size - 1 >= max_prefill_tokens."""
+    config = worker(kv_cache_bytes=200 * BLOCK_BYTES)
+    limits = effective_limits(config.limits, 4096)
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes to at least (\d+)") as error:
+        num_blocks(config, limits, RUNNER)
+    needed = int(str(error.value).split("at least ")[1].split(",")[0])
+    count = num_blocks(worker(kv_cache_bytes=needed), limits, RUNNER)
+    with pytest.raises(ConfigError):
+        num_blocks(worker(kv_cache_bytes=needed - 1), limits, RUNNER)
+    assert (count - 1) * 16 - 1 >= limits.max_prefill_tokens
+
+
+def test_free_memory_is_plausible() -> None:
+    assert 1 << 20 < free_memory_bytes() < 1 << 50
+
+
+def test_simulated_takes_its_sizes_from_the_configuration() -> None:
+    runner = load(worker(block_size=8, max_model_len=64), lambda text: None)
+    assert runner.max_model_len == 64
+    assert runner.kv_cache_spec.block_sizes == {"full": 8}
+
+
+def test_a_worker_is_registered_with_what_decode_must_compare() -> None:
+    """D34 (memory first), D35: layout and model, not only sizes."""
+
+    link = LeaderLink(lambda rank, message: None)
+    config = worker(link_address=link.address, role="prefill")
+    parts = build(config, lambda text: None)
+    try:
+        built = parts.assemble(parts.link)
+        told = rank_registration(config, built.core.setup)
+        assert told.layout_digest == RUNNER.kv_cache_spec.digest()
+        assert told.fingerprint == "simulated"
+        assert told.kv_cache_dtype == "uint8"
+        assert told.max_prefill_tokens == 4095
+        assert told.rank_port == int(parts.channel.address.rpartition(":")[2])
+        assert told.incarnation == built.core.setup.me.incarnation.hex()
+    finally:
+        assert parts.close(0.0) == []
+        link.close()
+
+
+def test_a_failed_start_leaves_nothing_open() -> None:
+    with pytest.raises(ConfigError, match="link address"):
+        build(worker(link_address="tcp://nowhere"), lambda text: None)
