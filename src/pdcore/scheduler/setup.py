@@ -5,15 +5,17 @@ from __future__ import annotations
 import attrs
 
 from pdcore.config import CoreLimits
-from pdcore.control.codec import decode_endpoint, encode_endpoint
+from pdcore.control.codec import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    decode_endpoint,
+    encode_endpoint,
+)
 from pdcore.control.messages import Endpoint
 from pdcore.errors import IncompatibleError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.topology import InstanceProfile, ParallelLayout
 from pdcore.types import PeerRef
-
-#: Versions of the control protocol this build speaks, lowest and highest.
-PROTOCOL = (1, 1)
 
 
 @attrs.frozen
@@ -53,8 +55,8 @@ class CoreSetup:
             layout_digest=self.spec.digest(),
             fingerprint=self.fingerprint,
             transport=self.transport,
-            protocol_min=PROTOCOL[0],
-            protocol_max=PROTOCOL[1],
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
         )
 
     @property

@@ -33,7 +33,6 @@ from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import failure
 from pdcore.fsm.events import Event, TopologyFetched
 from pdcore.local import LocalPort
-from pdcore.scheduler.setup import PROTOCOL
 from pdcore.transports.base import Revocation
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
@@ -299,7 +298,7 @@ def _route_of(world: World, bootstrap: str) -> TopologyFetched:
         layout_digest=profile.layout_digest,
         fingerprint=profile.fingerprint,
         transport=profile.transport,
-        protocol_min=PROTOCOL[0],
-        protocol_max=PROTOCOL[1],
+        protocol_min=profile.protocol_min,
+        protocol_max=profile.protocol_max,
     )
     return TopologyFetched(bootstrap, route)
