@@ -238,7 +238,7 @@ class RegistryHarness:
     def create(self) -> Transport:
         return create(self.name, Incarnation(os.urandom(16)), **self.options)
 
-    def peer(self) -> RemotePeer:
+    def peer(self) -> ProcessPeer:
         return ProcessPeer(self.name, self.options)
 
 
@@ -312,6 +312,10 @@ class ProcessPeer:
             pass
         events, self._events = self._events, []
         return events
+
+    def fork(self, until: str) -> None:
+        """Let the peer leave a child behind; see PeerServer."""
+        self._call("fork", until=until)
 
     def kill(self) -> None:
         self.process.kill()

@@ -64,6 +64,7 @@ class PeerServer:
             "connect": self._connect,
             "submit": self._submit,
             "grant": self._grant,
+            "fork": self._fork,
             "descriptor": lambda _: self.transport.descriptor().hex(),
             "incarnation": lambda _: self.transport.incarnation.hex(),
             "close": lambda _: self.transport.close(),
@@ -98,6 +99,18 @@ class PeerServer:
             decode_lease(request["lease"]),
             None if notify is None else bytes.fromhex(str(notify)),
         )
+
+    def _fork(self, request: Json) -> int:
+        """Leave a child behind, as a careless library might; it ends when somebody opens
+        the named pipe ``until`` for writing and closes it."""
+        child = os.fork()
+        if child == 0:
+            os.close(0)
+            os.close(1)
+            with open(str(request["until"]), "rb") as pipe:
+                pipe.read()
+            os._exit(0)
+        return child
 
     def _grant(self, request: Json) -> None:
         self.transport.grant(decode_lease(request["lease"]))

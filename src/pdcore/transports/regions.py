@@ -110,6 +110,10 @@ class RegionTable:
         grant = self._grants.get(lease)
         return None if grant is None or grant.revoked else grant.lease
 
+    def revoked(self) -> list[LeaseId]:
+        """Leases that were revoked and are not released yet."""
+        return [lease for lease, grant in self._grants.items() if grant.revoked]
+
     def clear(self) -> None:
         """Let go of everything at the end: memory lives on only under others' views."""
         for table in (self.arrays, self.sizes, self._regions, self._pins, self._grants):

@@ -156,13 +156,14 @@ class Door:
 
     def _greet(self, sock: socket.socket) -> Arrival:
         """Raises TransportError unless the caller is one of us and means this very life."""
-        pid, uid = credentials(sock)
-        if uid != os.geteuid():
-            raise TransportError(f"uid {uid} may not map memory of uid {os.geteuid()}")
         try:
+            # First of all: closing with something unread would lose the reason we give.
             frame = sock.recv(MAX_FRAME_BYTES)
         except OSError as error:
             raise TransportError(f"no HELLO: {error.strerror}") from error
+        pid, uid = credentials(sock)
+        if uid != os.geteuid():
+            raise TransportError(f"uid {uid} may not map memory of uid {os.geteuid()}")
         hello = unpack_hello(frame)
         if hello.target != self._incarnation:
             raise TransportError(

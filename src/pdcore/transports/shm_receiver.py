@@ -59,6 +59,8 @@ class Receiver:
             for arrival in self._door.arrivals():
                 link = Link(arrival.sock, arrival.incarnation, arrival.process)
                 self._links.add(link, arrival.pidfd)
+                for lease in self._regions.revoked():
+                    self._links.send(link, pack_revoke(lease))
 
     def revoke(self, lease: LeaseId) -> None:
         """Tell every sender to stop; only they can say when they did."""

@@ -7,6 +7,7 @@ says which process is at the other end, and only our own uid is answered.
 
 from __future__ import annotations
 
+import array
 import enum
 import os
 import socket
@@ -145,8 +146,9 @@ def send_regions(sock: socket.socket, regions: list[tuple[SharedRegion, int]]) -
         body = b"".join(
             _REGION.pack(r.region_id, r.size_bytes, r.offset, r.sealed) for r, _ in part
         )
-        fds = [fd for _, fd in part]
-        socket.send_fds(sock, [pack(Kind.REGIONS, body)], fds, socket.MSG_NOSIGNAL)
+        rights = array.array("i", [fd for _, fd in part]).tobytes()
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        sock.sendmsg([pack(Kind.REGIONS, body)], control, socket.MSG_NOSIGNAL)
 
 
 def receive_regions(sock: socket.socket, deadline: float) -> list[tuple[SharedRegion, int]]:
@@ -184,13 +186,18 @@ def _receive(sock: socket.socket, deadline: float) -> tuple[Kind, bytes, list[in
     left = deadline - time.monotonic()
     sock.settimeout(max(0.001, left))
     try:
-        frame, fds, flags, _ = socket.recv_fds(
-            sock, MAX_FRAME_BYTES, REGIONS_PER_FRAME, socket.MSG_CMSG_CLOEXEC
+        # Not socket.recv_fds: it drops the flags (3.11), and with them close-on-exec.
+        frame, control, flags, _ = sock.recvmsg(
+            MAX_FRAME_BYTES, socket.CMSG_SPACE(4 * REGIONS_PER_FRAME), socket.MSG_CMSG_CLOEXEC
         )
     except TimeoutError:
         raise PeerGone("the peer did not answer in time: stopped, or overloaded") from None
     except OSError as error:
         raise PeerGone(f"the peer closed the connection: {error.strerror}") from error
+    fds: list[int] = []
+    for level, kind_of, data in control:
+        if level == socket.SOL_SOCKET and kind_of == socket.SCM_RIGHTS:
+            fds += array.array("i", data[: len(data) // 4 * 4])
     try:
         if not frame:
             raise PeerGone("the peer closed the connection")

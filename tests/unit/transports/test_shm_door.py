@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pdcore.errors import TransportError
+from pdcore.transports import shm_door
+from pdcore.transports.process_proof import this_process
+from pdcore.transports.shm_door import Door, Shared
+from pdcore.transports.shm_wire import (
+    Hello,
+    Kind,
+    SharedRegion,
+    dial,
+    pack,
+    pack_hello,
+    receive_regions,
+)
+from pdcore.types import Incarnation
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
+US, THEM = Incarnation(b"u" * 16), Incarnation(b"t" * 16)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("shared")
+        self.rung = threading.Semaphore(0)
+        self.door = Door(US, self.share, self.rung.release)
+
+    def share(self, hand_over: Callable[[Shared], None]) -> None:
+        hand_over([(SharedRegion(1, 4096, 0, True), self.fd)])
+
+    def call(self) -> socket.socket:
+        return dial(self.door.address.name, 2.0)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    assert made.door.close(10)
+    for arrival in made.door.arrivals():
+        arrival.sock.close()
+        os.close(arrival.pidfd)
+    os.close(made.fd)
+
+
+def hello(target: Incarnation = US, ticks: int | None = None) -> bytes:
+    return pack_hello(Hello(THEM, target, ticks or this_process().start_ticks))
+
+
+def answer(sock: socket.socket) -> list[SharedRegion]:
+    got = receive_regions(sock, time.monotonic() + 10)
+    for _, fd in got:
+        os.close(fd)
+    return [region for region, _ in got]
+
+
+def test_a_caller_gets_the_regions_and_is_announced(rig: Rig) -> None:
+    with rig.call() as sock:
+        sock.sendall(hello())
+        assert answer(sock) == [SharedRegion(1, 4096, 0, True)]
+        assert rig.rung.acquire(timeout=10)
+        (arrival,) = rig.door.arrivals()
+        assert (arrival.incarnation, arrival.process) == (THEM, this_process())
+        arrival.sock.close()
+        os.close(arrival.pidfd)
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (hello(target=THEM), "stale descriptor"),
+        (hello(ticks=1), "another process"),
+        (b"GET / HTTP/1.1", "another protocol"),
+        (pack(Kind.BYE), "HELLO"),
+        (b"", "truncated"),
+    ],
+)
+def test_others_are_refused_with_the_reason(rig: Rig, frame: bytes, reason: str) -> None:
+    with rig.call() as sock:
+        sock.send(frame)
+        with pytest.raises(TransportError, match=reason):
+            answer(sock)
+    assert rig.door.arrivals() == []
+    with rig.call() as sock:
+        sock.sendall(hello())
+        assert len(answer(sock)) == 1
+
+
+def test_another_uid_is_refused(rig: Rig) -> None:
+    """Only our own uid may map our memory (SO_PEERCRED)."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    program = f"""
+import os, socket
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect({rig.door.address.name!r})
+sock.send({hello()!r})
+print(sock.recv(65536))
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, timeout=60, check=True
+    )
+    assert b"uid 65534 may not map memory of uid 0" in done.stdout
+
+
+def test_a_silent_caller_is_dropped_and_keeps_nobody_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "HELLO_TIMEOUT_S", 0.05)
+    with rig.call() as silent:
+        with rig.call() as sock:
+            sock.sendall(hello())
+            assert len(answer(sock)) == 1
+        assert select.select([silent], [], [], 10)[0]
+        assert silent.recv(10) == b""
+
+
+def test_too_many_callers_are_hung_up_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_door, "MAX_CALLERS", 2)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(rig.call()) for _ in range(4)]
+        ended = select.select(socks, [], [], 10)[0]
+        assert ended
+        assert all(sock.recv(10) == b"" for sock in ended)
+
+
+def test_it_closes_with_callers_inside() -> None:
+    rig = Rig()
+    with rig.call() as sock:
+        assert rig.door.close(10)
+        assert select.select([sock], [], [], 10)[0]
+    os.close(rig.fd)
