@@ -159,7 +159,8 @@ class Sender(SenderReplies):
         leg = Leg(payload.peer, payload.message, nonce)
         self.legs[payload.peer.rank] = leg
         self.num_required = max(self.num_required, payload.message.num_required)
-        return (self._status(leg, StatusKind.QUEUED),)
+        # The last handshake is answered by the claim that the next tick sends.
+        return () if self.is_handshaken else (self._status(leg, StatusKind.QUEUED),)
 
     def send_claims(self, payload: None) -> Sequence[Effect]:
         return tuple(self._claim(leg) for leg in self.legs.values())
