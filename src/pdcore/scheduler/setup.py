@@ -105,13 +105,8 @@ def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
         if ours != theirs:
             raise IncompatibleError(f"{name}: prefill has {ours}, decode has {theirs}")
     by_name = {e.name: e for e in setup.spec.entries}
-    columns = (endpoint.regions, endpoint.offsets, endpoint.block_strides)
-    if any(len(c) != len(endpoint.entry_names) for c in columns) or (
-        set(endpoint.entry_names) != by_name.keys()
-    ):
+    if set(endpoint.entry_names) != by_name.keys():
         raise IncompatibleError("entry names: decode does not list the entries prefill has")
-    if endpoint.tp_size < 1 or not 0 <= endpoint.tp_rank < endpoint.tp_size:
-        raise IncompatibleError(f"tp_rank {endpoint.tp_rank} of {endpoint.tp_size} is impossible")
     entries = tuple(
         attrs.evolve(
             by_name[name],
@@ -121,6 +116,8 @@ def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
     )
     return Destination(
         KVCacheSpec(entries, endpoint.tp_size, endpoint.tp_rank),
-        KVPlacement(endpoint.num_blocks, *columns),
+        KVPlacement(
+            endpoint.num_blocks, endpoint.regions, endpoint.offsets, endpoint.block_strides
+        ),
         endpoint.transport_descriptor,
     )
