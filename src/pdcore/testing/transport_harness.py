@@ -260,33 +260,33 @@ class ProcessPeer:
         self._replies: list[Json] = []
         self._buffered = b""
         try:
-            incarnation = self._call("incarnation")
+            incarnation = self.request("incarnation")
         except PeerGone:
             self.close()
             raise
         self.incarnation = Incarnation(bytes.fromhex(str(incarnation)))
 
     def allocate(self, size_bytes: int) -> int:
-        region = self._call("allocate", size=size_bytes)
+        region = self.request("allocate", size=size_bytes)
         assert isinstance(region, int)
         return region
 
     def fill(self, region: int, seed: int) -> None:
-        self._call("fill", region=region, seed=seed)
+        self.request("fill", region=region, seed=seed)
 
     def checksum(self, region: int) -> int:
-        value = self._call("checksum", region=region)
+        value = self.request("checksum", region=region)
         assert isinstance(value, int)
         return value
 
     def descriptor(self) -> bytes:
-        return bytes.fromhex(str(self._call("descriptor")))
+        return bytes.fromhex(str(self.request("descriptor")))
 
     def connect(self, descriptor: bytes) -> None:
-        self._call("connect", descriptor=descriptor.hex())
+        self.request("connect", descriptor=descriptor.hex())
 
     def grant(self, lease: RemoteLease) -> None:
-        self._call("grant", lease=encode_lease(lease))
+        self.request("grant", lease=encode_lease(lease))
 
     def submit(
         self,
@@ -296,7 +296,7 @@ class ProcessPeer:
         lease: RemoteLease,
         notify: bytes | None = None,
     ) -> int:
-        handle = self._call(
+        handle = self.request(
             "submit",
             local=local,
             remote=remote,
@@ -312,10 +312,6 @@ class ProcessPeer:
             pass
         events, self._events = self._events, []
         return events
-
-    def fork(self, until: str) -> None:
-        """Let the peer leave a child behind; see PeerServer."""
-        self._call("fork", until=until)
 
     def kill(self) -> None:
         self.process.kill()
@@ -342,7 +338,9 @@ class ProcessPeer:
             self.kill()
         self.process.stdout.close()
 
-    def _call(self, do: str, **arguments: object) -> object:
+    def request(self, do: str, **arguments: object) -> object:
+        """One request of PeerServer and its answer. Raises what the transport raised, and
+        PeerGone when the process does not answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self.process.stdin.flush()

@@ -19,6 +19,7 @@ leaves one behind; ``sweep_stale`` removes those.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -75,14 +76,13 @@ def create_segment(
         offset, fd = 0, os.memfd_create("pdcore-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         offset, fd = HEADER_BYTES, _create_named(named_directory, incarnation)
-    try:
+    with contextlib.ExitStack() as unless_finished:
+        unless_finished.callback(os.close, fd)
         _reserve(fd, offset + size_bytes, named_directory)
         buffer = _map(fd, offset, size_bytes, limit_s=None)
         if named_directory is None:
             _seal(fd)
-    except BaseException:
-        os.close(fd)
-        raise
+        unless_finished.pop_all()
     return Segment(size_bytes, offset, named_directory is None, fd, buffer)
 
 

@@ -77,7 +77,7 @@ def test_death_is_seen_although_a_forked_child_lives(tmp_path: Path) -> None:
         peer.connect(mine.transport.descriptor())
         lease = whole_lease(mine, local.region_id)
         mine.transport.grant(lease)
-        peer.fork(pipe)
+        peer.request("fork", until=pipe)
         for _ in range(20):
             peer.submit(source, local.region_id, one_piece(1 << 20, 16 << 20), lease, b"n")
         peer.kill()

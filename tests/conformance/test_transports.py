@@ -1,0 +1,45 @@
+"""The whole conformance suite at its full size, one report per transport."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdcore.testing.conformance import Report, capability_matrix, run_conformance
+from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
+from pdcore.transports.base import Revocation
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
+
+
+def passes(report: Report) -> None:
+    print(capability_matrix([report]))
+    assert report.ok, "\n".join(f"{name}: {why}" for name, why in report.failed.items())
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("kind", list(Revocation))
+def test_loopback(kind: Revocation) -> None:
+    passes(run_conformance(LoopbackHarness(kind, cycles=1000)))
+
+
+@linux
+def test_shm() -> None:
+    passes(run_conformance(RegistryHarness("shm", cycles=1000)))
+
+
+@linux
+def test_shm_over_named_files(tmp_path: Path) -> None:
+    harness = RegistryHarness("shm", cycles=1000, named_directory=str(tmp_path))
+    passes(run_conformance(harness))
+    assert list(tmp_path.iterdir()) == []
+
+
+@linux
+@pytest.mark.parametrize("check", ["sender_killed", "receiver_killed", "sender_stopped"])
+def test_shm_again_and_again(check: str) -> None:
+    """What depends on the moment of a signal, ten times."""
+    for _ in range(10):
+        passes(run_conformance(RegistryHarness("shm"), only=[check]))
