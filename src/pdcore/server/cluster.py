@@ -132,6 +132,7 @@ class Cluster:
             decode_addrs=tuple(bound.http for bound in decodes),
             bootstrap_ports=tuple(int(b.bootstrap.rpartition(":")[2]) for b in prefills),
             request_timeout_s=config.instance.server.request_timeout_s,
+            drain_s=config.instance.server.drain_s,
             log_level=config.instance.server.log_level,
         )
         self._add("router", "router", RouterSpec(router))

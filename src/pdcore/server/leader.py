@@ -9,7 +9,7 @@ Stopping (D59): nothing new is taken, workers drain, what is left fails with
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 import secrets
 import socket
@@ -51,7 +51,6 @@ from pdcore.system_clock import SystemClock
 from pdcore.topology import ParallelLayout, place_node
 from pdcore.types import Role
 
-_log: Final = logging.getLogger(__name__)
 WORKER_MODULE: Final = "pdcore.server.worker_main"
 #: HTTP answers of failed requests still leave after the workers are gone.
 LAST_ANSWERS_S: Final = 2.0
@@ -81,14 +80,21 @@ class Leader:
         self.node = place_node(
             parallel.world_size, disagg.devices_per_node, disagg.node_index, disagg.ips
         )
-        self._listener = bind(disagg.host, disagg.port)
+        is_prefill = disagg.role == Role.PREFILL.value
+        with contextlib.ExitStack() as opened:
+            self._listener = opened.enter_context(bind(disagg.host, disagg.port))
+            self._bootstrap = (
+                opened.enter_context(bind(disagg.host, disagg.bootstrap_port))
+                if is_prefill
+                else None
+            )
+            self._link = LeaderLink(self._on_message, port=disagg.link_port)
+            opened.callback(self._link.close, 0.2)
+            self._opened = opened.pop_all()
         host = bracketed(disagg.local_ip)
         self.instance = f"{host}:{port_of(self._listener)}"
-        is_prefill = disagg.role == Role.PREFILL.value
-        self._bootstrap = bind(disagg.host, disagg.bootstrap_port) if is_prefill else None
         self.bootstrap = f"{host}:{port_of(self._bootstrap)}" if self._bootstrap else ""
         self._token = secrets.token_urlsafe(24)
-        self._link = LeaderLink(self._on_message, port=disagg.link_port)
         self._clock = SystemClock()
         self.dispatcher = Dispatcher(
             self._link,
@@ -117,12 +123,12 @@ class Leader:
     async def run(self, stopping: asyncio.Event) -> int:
         """Serve until ``stopping`` is set or the workers give up; returns the exit status."""
         self._report(Bound(self.instance, self.bootstrap))
-        servers = [AppServer(app, sock) for app, sock in await self._apps(stopping)]
         started: list[AppServer] = []
         over: GaveUp | None = None
         try:
             await self._link.start()
-            for server in servers:
+            for app, listener in await self._apps():
+                server = AppServer(app, listener)
                 started.append(server)
                 await server.start()
             self.supervisor.run()
@@ -130,7 +136,7 @@ class Leader:
         finally:
             await self._drain()
             await asyncio.gather(*(server.stop(LAST_ANSWERS_S) for server in started))
-            self._link.close(linger_s=0.2)
+            self._opened.close()
         if over is None:
             return 0
         self._report(Failed(over.reason))
@@ -140,7 +146,7 @@ class Leader:
         """End the workers now: the second Ctrl-C, or draining that took too long."""
         self.supervisor.kill()
 
-    async def _apps(self, stopping: asyncio.Event) -> list[tuple[ASGIApp, socket.socket]]:
+    async def _apps(self) -> list[tuple[ASGIApp, socket.socket]]:
         config = self.config
         text = await asyncio.to_thread(load_text, config.model, self._place.cache_dir)
         leg = LegOptions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from pdcore.transports.base import Transport
 from pdcore.types import Incarnation, Role
 from pdcore.worker import LeaderPort, Worker
 
-_log = logging.getLogger(__name__)
 #: A first registration that works at all answers within this.
 FIRST_REGISTRATION_S: Final = 6.0
 

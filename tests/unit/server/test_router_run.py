@@ -1,0 +1,42 @@
+"""The router process: it serves before any backend is there (R9), and port 0 is reported."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdcore.config import RouterConfig
+from pdcore.server.client import HttpClient, Origin
+from pdcore.server.process import Bound, Ready, Report
+from pdcore.server.router_run import run_router
+
+
+def test_a_router_without_backends_listens_and_says_503() -> None:
+    async def main() -> None:
+        stopping = asyncio.Event()
+        reports: list[Report] = []
+        is_ready = asyncio.Event()
+
+        def on_report(report: Report) -> None:
+            reports.append(report)
+            if isinstance(report, Ready):
+                is_ready.set()
+
+        config = RouterConfig(port=0, prefill_addrs=("127.0.0.1:1",), decode_addrs=("127.0.0.1:2",))
+        running = asyncio.ensure_future(run_router(config, stopping, on_report))
+        await is_ready.wait()
+        bound = reports[0]
+        assert isinstance(bound, Bound)
+        host, _, port = bound.http.rpartition(":")
+        client = HttpClient()
+        reply = await client.request("GET", Origin(host, int(port)), "/health")
+        assert reply.status == 503
+        assert b"Waiting" in await reply.read()
+        await client.aclose()
+        stopping.set()
+        assert await running == 0
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
