@@ -1,0 +1,122 @@
+"""The router asks its instances how they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdcore.router.fleet import Fleet, Health
+from pdcore.router.policies import parse_targets
+from pdcore.server.client import ConnectFailed, HttpError, Origin, Timeout
+from pdcore.server.exchange import DEFAULT_TIMEOUT, Exchange
+from pdcore.server.probe import Prober
+from tests.unit.server.kit import run, settle
+
+
+class FakeClient:
+    """Answers /health by port; counts how often it was asked."""
+
+    def __init__(self, answers: dict[int, tuple[int, bytes] | HttpError]) -> None:
+        self.answers = answers
+        self.num_asked = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def request(
+        self,
+        method: str,
+        origin: Origin,
+        target: str,
+        body: bytes = b"",
+        *,
+        headers: Sequence[tuple[str, str]] = (),
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Exchange:
+        assert (method, target, body) == ("GET", "/health", b"")
+        assert timeout.total_s == 2.0
+        self.num_asked += 1
+        await self.gate.wait()
+        answer = self.answers[origin.port]
+        if isinstance(answer, HttpError):
+            raise answer
+        exchange = Exchange(1 << 20)
+        exchange.on_head(answer[0])
+        exchange.on_body(answer[1])
+        exchange.on_complete()
+        return exchange
+
+    async def aclose(self) -> None:
+        pass
+
+
+def prober(answers: dict[int, Any]) -> tuple[Fleet, FakeClient, Prober]:
+    fleet = Fleet(*parse_targets(["p:1", "p:2"], ["d:3"], [0, 0]))
+    client = FakeClient(answers)
+    return fleet, client, Prober(fleet, client, timeout_s=2.0)
+
+
+UP = b'{"status":"Up","instance":"10.0.0.1:1","dp_size":4,"bootstrap":"10.0.0.1:40000","x":1}'
+SICK = b'{"status":"UnHealthy","problems":["rank 1 is gone: killed"]}'
+
+
+def test_what_an_instance_says_is_kept() -> None:
+    """D21 (dp_size), D48 (a dead worker is no 200)."""
+
+    async def play() -> None:
+        refused = ConnectFailed("cannot connect to d:3")
+        fleet, _, probe = prober({1: (200, UP), 2: (503, SICK), 3: refused})
+        await probe.probe_all()
+        first, second = fleet.prefills
+        assert (first.health, first.instance, first.dp_size) == (Health.UP, "10.0.0.1:1", 4)
+        assert first.bootstrap_port == 40000
+        assert (second.health, second.detail) == (Health.DOWN, "rank 1 is gone: killed")
+        assert (fleet.decodes[0].health, fleet.decodes[0].detail) == (
+            Health.DOWN,
+            "cannot connect to d:3",
+        )
+
+    run(play())
+
+
+@pytest.mark.parametrize("body", [b"", b"ok", b"[]", b'{"dp_size":"4"}', b'{"dp_size":0}'])
+def test_a_server_that_says_less_is_up_and_nothing_is_assumed(body: bytes) -> None:
+    async def play() -> None:
+        fleet, _, probe = prober(dict.fromkeys((1, 2, 3), (200, body)))
+        await probe.probe_all()
+        member = fleet.prefills[0]
+        assert (member.health, member.dp_size, member.instance) == (Health.UP, None, "p:1")
+        assert fleet.problem() is None
+
+    run(play())
+
+
+def test_two_in_need_share_one_round() -> None:
+    async def play() -> None:
+        _, client, probe = prober(dict.fromkeys((1, 2, 3), (200, UP)))
+        client.gate.clear()
+        waiting = [asyncio.create_task(probe.probe_all()) for _ in range(20)]
+        await settle()
+        waiting[0].cancel()
+        await settle()
+        client.gate.set()
+        await asyncio.gather(*waiting[1:])
+        assert client.num_asked == 3
+        await probe.probe_all()
+        assert client.num_asked == 6
+
+    run(play())
+
+
+def test_it_goes_on_until_it_is_cancelled() -> None:
+    async def play() -> None:
+        fleet, client, _ = prober(dict.fromkeys((1, 2, 3), (200, UP)))
+        task = asyncio.create_task(Prober(fleet, client, interval_s=0.0, timeout_s=2.0).run())
+        while client.num_asked < 9:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
