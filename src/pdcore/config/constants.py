@@ -129,7 +129,7 @@ SEED_CONSTANTS: Final = (
         "SESSION_MAX_FAILURES",
         "3",
         ("limits_config.heartbeat_misses",),
-        "a peer is Dead by proof, not by counting failed writes (D25)",
+        "a peer is Dead by proof, not by counting failed writes",
     ),
     SeedConstant(
         "metadata slot / max spec tokens / alignment",

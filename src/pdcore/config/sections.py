@@ -114,7 +114,7 @@ class ParallelConfig:
 
     @property
     def dp_size(self) -> int:
-        """Scheduling units of one instance: W / (tp x cp x pp) (R4, D1)."""
+        """Scheduling units of one instance: W / (tp x cp x pp) (R4)."""
         return self.world_size // (self.attn_tp_size * self.cp_size * self.pp_size)
 
     @property

@@ -21,7 +21,7 @@ from typing import Final
 import attrs
 from starlette.types import ASGIApp
 
-from pdcore.config import InstanceConfig, worker_config
+from pdcore.config import DisaggConfig, InstanceConfig, worker_config
 from pdcore.control.link import LeaderLink
 from pdcore.control.messages import WorkerMessage, WorkerReady
 from pdcore.control.rank_table import RankTable, RankTableConfig
@@ -64,6 +64,39 @@ class Place:
     run_dir: Path
 
 
+@attrs.frozen(eq=False)
+class Sockets:
+    """Everything a leader listens on, bound before anything starts (D44)."""
+
+    http: socket.socket
+    bootstrap: socket.socket | None
+    link: LeaderLink
+    #: ``host:port`` as others reach it; the second is empty for decode.
+    instance: str
+    bootstrap_address: str
+
+    def close(self) -> None:
+        """Idempotent; last messages to workers still leave."""
+        self.link.close(linger_s=0.2)
+        self.http.close()
+        if self.bootstrap is not None:
+            self.bootstrap.close()
+
+
+def open_sockets(disagg: DisaggConfig, on_message: Callable[[int, WorkerMessage], None]) -> Sockets:
+    """Raises ConfigError naming the address that cannot be had; then nothing stays open."""
+    host = bracketed(disagg.local_ip)
+    with contextlib.ExitStack() as opened:
+        http = opened.enter_context(bind(disagg.host, disagg.port))
+        bootstrap, address = None, ""
+        if disagg.role == Role.PREFILL.value:
+            bootstrap = opened.enter_context(bind(disagg.host, disagg.bootstrap_port))
+            address = f"{host}:{port_of(bootstrap)}"
+        link = LeaderLink(on_message, port=disagg.link_port)
+        opened.pop_all()
+    return Sockets(http, bootstrap, link, f"{host}:{port_of(http)}", address)
+
+
 class Leader:
     """Built in a running loop. ``report`` hears what a person or a parent must know."""
 
@@ -80,24 +113,11 @@ class Leader:
         self.node = place_node(
             parallel.world_size, disagg.devices_per_node, disagg.node_index, disagg.ips
         )
-        is_prefill = disagg.role == Role.PREFILL.value
-        with contextlib.ExitStack() as opened:
-            self._listener = opened.enter_context(bind(disagg.host, disagg.port))
-            self._bootstrap = (
-                opened.enter_context(bind(disagg.host, disagg.bootstrap_port))
-                if is_prefill
-                else None
-            )
-            self._link = LeaderLink(self._on_message, port=disagg.link_port)
-            opened.callback(self._link.close, 0.2)
-            self._opened = opened.pop_all()
-        host = bracketed(disagg.local_ip)
-        self.instance = f"{host}:{port_of(self._listener)}"
-        self.bootstrap = f"{host}:{port_of(self._bootstrap)}" if self._bootstrap else ""
+        self._sockets = open_sockets(disagg, self._on_message)
         self._token = secrets.token_urlsafe(24)
         self._clock = SystemClock()
         self.dispatcher = Dispatcher(
-            self._link,
+            self._sockets.link,
             WorkerRegistry(parallel.world_size, parallel.dp_size),
             clock=self._clock,
             limits=DispatcherLimits(
@@ -120,13 +140,23 @@ class Leader:
         self._problems: list[str] | None = None
         self._was_ready = False
 
+    @property
+    def instance(self) -> str:
+        """Our id, ``host:port`` of the HTTP app."""
+        return self._sockets.instance
+
+    @property
+    def bootstrap(self) -> str:
+        """``host:port`` of the bootstrap server; empty for decode."""
+        return self._sockets.bootstrap_address
+
     async def run(self, stopping: asyncio.Event) -> int:
         """Serve until ``stopping`` is set or the workers give up; returns the exit status."""
         self._report(Bound(self.instance, self.bootstrap))
         started: list[AppServer] = []
         over: GaveUp | None = None
         try:
-            await self._link.start()
+            await self._sockets.link.start()
             for app, listener in await self._apps():
                 server = AppServer(app, listener)
                 started.append(server)
@@ -136,7 +166,7 @@ class Leader:
         finally:
             await self._drain()
             await asyncio.gather(*(server.stop(LAST_ANSWERS_S) for server in started))
-            self._opened.close()
+            self._sockets.close()
         if over is None:
             return 0
         self._report(Failed(over.reason))
@@ -159,14 +189,15 @@ class Leader:
         )
         options = InstanceOptions(leg=leg, bootstrap=self.bootstrap)
         app = create_instance_app(options, text, self.dispatcher, clock=self._clock)
-        apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._listener)]
-        if self._bootstrap is not None:
+        apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._sockets.http)]
+        if self._sockets.bootstrap is not None:
             parallel = config.parallel
             layout = ParallelLayout(
                 parallel.world_size, parallel.attn_tp_size, parallel.cp_size, parallel.pp_size
             )
             table = RankTable(RankTableConfig(self.instance, layout))
-            apps.insert(0, (create_bootstrap_app(table, self._clock, self._token), self._bootstrap))
+            bootstrap_app = create_bootstrap_app(table, self._clock, self._token)
+            apps.insert(0, (bootstrap_app, self._sockets.bootstrap))
         return apps
 
     async def _until_over(self, stopping: asyncio.Event) -> GaveUp | None:
@@ -205,7 +236,7 @@ class Leader:
             instance=self.instance,
             rank=rank,
             local_rank=local_rank,
-            link_address=self._link.address,
+            link_address=self._sockets.link.address,
             bootstrap=self.bootstrap,
             bootstrap_token=self._token,
             parent_pid=os.getpid(),
