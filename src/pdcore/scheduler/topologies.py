@@ -83,9 +83,9 @@ class Topologies:
         entry.is_fetching = False
         if route is None:
             entry.problem = problem or failure("unreachable", f"no route from {bootstrap}")
-            if entry.problem.http_status < 500:
-                # The request's own mistake (an address that may not be asked): asking again
-                # cannot help, so nobody waits.
+            if entry.problem.http_status < 500 or entry.problem.code == "incompatible":
+                # Asking again cannot help (an address that may not be asked, another
+                # protocol), so nobody waits for it.
                 entry.route, entry.refusal, entry.fetched_s = None, entry.problem, now
                 return entry
             # A stale route may still be good: keep it, the lifecycles notice if it is not.

@@ -1,0 +1,226 @@
+"""Routes of prefill instances: asked once, refused by name, mapped to ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcore.config import CoreLimits
+from pdcore.control.messages import Route, RouteRank
+from pdcore.errors import failure
+from pdcore.kv.spec import KVCacheSpec
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.scheduler.topologies import MAX_ENTRIES, Topologies, bracket
+from pdcore.topology import ParallelLayout
+from pdcore.types import Failure, Incarnation, PeerRef
+from tests.unit.scheduler.kit import PREFILL, make_route, make_setup, make_spec
+
+AT = "bootstrap:1"
+LIMITS = CoreLimits(topology_ttl_s=10.0, topology_retry_s=1.0)
+
+
+def make_topologies(**changes: object) -> Topologies:
+    return Topologies(make_setup(limits=LIMITS, **changes))
+
+
+def decode_rank(tp_size: int, tp_rank: int, *, is_mla: bool = False) -> CoreSetup:
+    heads = {"num_heads": 8 // tp_size, "total_num_heads": 8, "is_mla": is_mla}
+    spec = KVCacheSpec(make_spec(**heads).entries, tp_size, tp_rank)
+    return make_setup(limits=LIMITS, spec=spec, layout=ParallelLayout(tp_size, tp_size))
+
+
+def wide_route(setup: CoreSetup, tp: int, cp: int = 1, dp: int = 1) -> Route:
+    """Rank r of the instance has incarnation byte r and port 100 + r."""
+    layout = ParallelLayout(tp * cp * dp, tp, cp)
+    ranks = {
+        layout.route_key(layout.coordinates(r)): RouteRank(
+            "10.0.0.7", 100 + r, bytes([r] * 16).hex()
+        )
+        for r in range(layout.world_size)
+    }
+    return make_route(setup, attn_tp_size=tp, attn_cp_size=cp, dp_size=dp, ranks=ranks)
+
+
+def mapped(setup: CoreSetup, route: Route, dp_rank: int = 0) -> tuple[list[int], int]:
+    targets = Topologies(setup).targets(route, dp_rank)
+    assert not isinstance(targets, Failure), targets
+    peers, num_required = targets
+    for peer in peers:
+        assert peer.address == f"tcp://10.0.0.7:{100 + peer.rank}"
+        assert peer.incarnation == bytes([peer.rank] * 16)
+    return [peer.rank for peer in peers], num_required
+
+
+def test_one_rank_each() -> None:
+    setup = make_setup()
+    assert Topologies(setup).targets(make_route(setup), 0) == ([PREFILL], 1)
+
+
+@pytest.mark.parametrize(
+    ("decode_tp", "tp_rank", "prefill_tp", "ranks", "num_required"),
+    [
+        (2, 0, 2, [0], 1),
+        (2, 1, 2, [1], 1),
+        (4, 3, 2, [1], 2),
+        (4, 1, 2, [0], 2),
+        (1, 0, 4, [0, 1, 2, 3], 1),
+        (2, 1, 4, [2, 3], 1),
+    ],
+)
+def test_r58_the_ranks_of_unequal_groups(
+    decode_tp: int, tp_rank: int, prefill_tp: int, ranks: list[int], num_required: int
+) -> None:
+    """R58: whom to ask, and how many handshakes each of them waits for."""
+    setup = decode_rank(decode_tp, tp_rank)
+    assert mapped(setup, wide_route(setup, prefill_tp)) == (ranks, num_required)
+
+
+def test_dummy_targets_are_not_contacted() -> None:
+    """R58: ranks that hold the same MLA rows write nothing and pin nothing."""
+    setup = decode_rank(1, 0, is_mla=True)
+    assert mapped(setup, wide_route(setup, 4)) == ([0], 1)
+
+
+def test_the_dp_partition_shifts_the_rank() -> None:
+    """R4: rank = (dp * cp_size + cp) * tp_size + tp; only cp 0 is asked."""
+    setup = decode_rank(2, 1)
+    route = wide_route(setup, tp=2, cp=2, dp=3)
+    assert [mapped(setup, route, dp) for dp in range(3)] == [([1], 1), ([5], 1), ([9], 1)]
+
+
+def test_d21_a_dp_rank_that_does_not_exist_fails_the_request() -> None:
+    setup = make_setup()
+    problem = Topologies(setup).targets(make_route(setup), 1)
+    assert isinstance(problem, Failure)
+    assert problem.code == "incompatible"
+    assert "1 dp ranks, the request names 1" in problem.detail
+
+
+def test_a_missing_rank_fails_the_request_and_is_named() -> None:
+    setup = decode_rank(1, 0)
+    route = wide_route(setup, 2)
+    del route.ranks["0,0,1"]
+    problem = Topologies(setup).targets(route, 0)
+    assert isinstance(problem, Failure)
+    assert (problem.code, problem.http_status) == ("unavailable", 503)
+    assert "0,0,1" in problem.detail
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("10.0.0.7", "10.0.0.7"), ("::1", "[::1]"), ("[fe80::1]", "[fe80::1]")]
+)
+def test_an_ipv6_literal_is_bracketed(host: str, shown: str) -> None:
+    assert bracket(host) == shown
+    setup = make_setup()
+    rank = RouteRank(host, 5, PREFILL.incarnation.hex())
+    targets = Topologies(setup).targets(make_route(setup, ranks={"0,0,0": rank}), 0)
+    assert not isinstance(targets, Failure)
+    assert targets[0][0].address == f"tcp://{shown}:5"
+
+
+def test_d28_one_fetch_at_a_time_and_none_while_the_answer_is_fresh() -> None:
+    """D28: the route is fetched off the tick, once for everybody who waits."""
+    known = make_topologies()
+    assert known.needs_fetch(AT, 0.0)
+    assert not known.needs_fetch(AT, 0.0)
+    assert known.needs_fetch("bootstrap:2", 0.0)
+    route = make_route(known.setup)
+    entry = known.record(AT, route, None, 5.0)
+    assert entry.route is route
+    assert not known.needs_fetch(AT, 14.9)
+    assert known.needs_fetch(AT, 15.0)
+    assert known.lookup(AT, 15.0).route is route, "an old route is used while it is asked again"
+    assert not known.needs_fetch(AT, 16.0)
+
+
+def test_d20_a_failed_fetch_is_repeated_at_intervals() -> None:
+    known = make_topologies()
+    assert known.needs_fetch(AT, 0.0)
+    problem = failure("unavailable", "2 of 4 ranks are missing")
+    entry = known.record(AT, None, problem, 0.2)
+    assert (entry.route, entry.refusal, entry.problem) == (None, None, problem)
+    assert not known.needs_fetch(AT, 1.1)
+    assert known.needs_fetch(AT, 1.2)
+    nothing = known.record(AT, None, None, 1.3)
+    assert nothing.problem is not None
+    assert AT in nothing.problem.detail
+
+
+def test_a_failed_fetch_keeps_the_route_that_was_known() -> None:
+    known = make_topologies()
+    route = make_route(known.setup)
+    known.record(AT, route, None, 0.0)
+    assert known.needs_fetch(AT, 10.0)
+    assert known.record(AT, None, failure("unreachable", "x"), 10.1).route is route
+    assert not known.needs_fetch(AT, 10.2)
+    assert known.needs_fetch(AT, 11.2)
+
+
+def test_d14_a_refusal_is_remembered_and_asked_again_when_it_is_old() -> None:
+    """D14: negative cache, both values in the text."""
+    known = make_topologies()
+    assert known.needs_fetch(AT, 0.0)
+    entry = known.record(AT, make_route(known.setup, fingerprint="other"), None, 1.0)
+    assert entry.route is None
+    assert entry.refusal is not None
+    assert "prefill has other, decode has model" in entry.refusal.detail
+    assert not known.needs_fetch(AT, 10.9)
+    assert known.lookup(AT, 10.9).refusal is not None
+    assert known.lookup(AT, 11.0).refusal is None
+    assert known.needs_fetch(AT, 11.0)
+    assert known.record(AT, make_route(known.setup), None, 11.5).refusal is None
+
+
+@pytest.mark.parametrize("code", ["invalid_request", "incompatible"])
+def test_d41_what_asking_again_cannot_help_is_refused_at_once(code: str) -> None:
+    """D41: a forbidden bootstrap address does not hold its requests for the time budget."""
+    known = make_topologies()
+    assert known.needs_fetch(AT, 0.0)
+    entry = known.record(AT, None, failure(code, "not among the allowed"), 0.0)
+    assert entry.refusal is not None
+    assert entry.refusal.code == code
+    assert not known.needs_fetch(AT, 5.0)
+    assert known.needs_fetch(AT, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [
+        (RouteRank("10.0.0.7", 1, "zz" * 16), "incarnation"),
+        (RouteRank("10.0.0.7", 1, "00" * 15), "incarnation"),
+        (RouteRank("10.0.0.7", 1, ""), "incarnation"),
+        (RouteRank("", 1, "00" * 16), "address"),
+        (RouteRank("10.0.0.7", 0, "00" * 16), "address"),
+        (RouteRank("10.0.0.7", 70_000, "00" * 16), "address"),
+    ],
+)
+def test_d58_a_malformed_rank_refuses_the_route_and_ends_no_loop(
+    rank: RouteRank, named: str
+) -> None:
+    """D45, D58: the answer of another server is checked when it comes."""
+    known = make_topologies()
+    entry = known.record(AT, make_route(known.setup, ranks={"0,0,0": rank}), None, 0.0)
+    assert entry.route is None
+    assert entry.refusal is not None
+    assert named in entry.refusal.detail
+
+
+def test_a_life_that_is_over_takes_its_route_along() -> None:
+    """Only routes with that incarnation are asked for again."""
+    known = make_topologies()
+    other = PeerRef("other", 0, Incarnation(b"Q" * 16), "tcp://other:1")
+    known.record(AT, make_route(known.setup), None, 0.0)
+    known.record("bootstrap:2", make_route(known.setup, other), None, 0.0)
+    known.forget(PREFILL.incarnation)
+    assert known.lookup(AT, 1.0).route is None
+    assert known.needs_fetch(AT, 1.0)
+    assert known.lookup("bootstrap:2", 1.0).route is not None
+    assert not known.needs_fetch("bootstrap:2", 1.0)
+
+
+def test_d6_addresses_that_clients_choose_fill_a_bounded_table() -> None:
+    known = make_topologies()
+    known.record(AT, make_route(known.setup), None, 0.0)
+    for i in range(2 * MAX_ENTRIES):
+        known.needs_fetch(f"stranger:{i}", 0.0)
+        assert known.lookup(AT, 0.0).route is not None, "what is used stays"
+    assert len(known.entries) == MAX_ENTRIES
