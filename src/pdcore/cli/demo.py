@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pdcore.cli.asking import Answered
     from pdcore.config import ModelConfig
     from pdcore.server.cluster import Cluster
+    from pdcore.server.text import Tokenizer
 
 MAX_TOKENS: Final = 48
 QUESTIONS: Final = (
@@ -109,11 +110,11 @@ async def _ask_all(
     from pdcore.control.bootstrap_client import split_host_port
     from pdcore.server.client import HttpClient, Origin
     from pdcore.server.exchange import HttpError
-    from pdcore.server.models import kv_token_bytes
+    from pdcore.server.models import open_model
 
     origin = Origin(*split_host_port(cluster.url))
-    prompts = await asyncio.to_thread(_prompts, model, cache_dir)
-    token_bytes = await asyncio.to_thread(kv_token_bytes, model, cache_dir)
+    served = await asyncio.to_thread(open_model, model, cache_dir)
+    prompts = make_prompts(served.text.tokenizer, is_simulated=model.is_simulated)
     client = HttpClient()
     answers: list[Answered] = []
     try:
@@ -127,20 +128,17 @@ async def _ask_all(
         return 1
     finally:
         await client.aclose()
-    console.print(timeline_table(answers, token_bytes))
+    console.print(timeline_table(answers, served.kv_token_bytes))
     return 0
 
 
-def _prompts(model: ModelConfig, cache_dir: Path) -> list[Prompt]:
+def make_prompts(tokenizer: Tokenizer, *, is_simulated: bool) -> list[Prompt]:
     """Questions through the model's chat template; token ids where there is no text."""
-    from pdcore.server.models import load_text
-
-    if model.is_simulated:
+    if is_simulated:
         return [
             Prompt(f"{size} token ids", [3 + (7 * i + size) % 900 for i in range(size)])
             for size in (5, 64, 500)
         ]
-    tokenizer = load_text(model, cache_dir).tokenizer
     return [
         Prompt(text, tokenizer.apply_chat_template([{"role": "user", "content": text}]))
         for text in QUESTIONS

@@ -32,7 +32,7 @@ from pdcore.server.dispatcher import Dispatcher, DispatcherLimits
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.launch import GaveUp, Supervisor, cpu_slice
 from pdcore.server.leg import LegOptions
-from pdcore.server.models import load_text
+from pdcore.server.models import open_model
 from pdcore.server.process import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -178,7 +178,7 @@ class Leader:
 
     async def _apps(self) -> list[tuple[ASGIApp, socket.socket]]:
         config = self.config
-        text = await asyncio.to_thread(load_text, config.model, self._place.cache_dir)
+        model = await asyncio.to_thread(open_model, config.model, self._place.cache_dir)
         leg = LegOptions(
             role=Role(config.disagg.role),
             instance=self.instance,
@@ -188,7 +188,7 @@ class Leader:
             local_hosts=frozenset({config.disagg.local_ip}),
         )
         options = InstanceOptions(leg=leg, bootstrap=self.bootstrap)
-        app = create_instance_app(options, text, self.dispatcher, clock=self._clock)
+        app = create_instance_app(options, model.text, self.dispatcher, clock=self._clock)
         apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._sockets.http)]
         if self._sockets.bootstrap is not None:
             parallel = config.parallel
