@@ -226,8 +226,10 @@ def to_leader(effect: Effect) -> WorkerMessage | None:
     """The message to the leader that this effect is, or None."""
     match effect:
         case ReportTokens():
-            logprobs = None if effect.logprobs is None else list(effect.logprobs)
-            return Tokens(effect.key, list(effect.token_ids), logprobs)
+            logprobs = None
+            if effect.logprobs is not None:
+                logprobs = [None if row is None else list(row) for row in effect.logprobs]
+            return Tokens(list(effect.keys), list(map(list, effect.token_ids)), logprobs)
         case ReportAccepted():
             return Accepted(effect.key)
         case ReportAborted():

@@ -112,11 +112,16 @@ leader_messages = st.one_of(
 worker_messages = st.one_of(
     st.builds(m.Accepted, keys),
     st.builds(m.Aborted, keys, st.booleans()),
-    st.builds(
-        m.Tokens,
-        keys,
-        st.lists(counts, max_size=3),
-        st.none() | st.lists(st.none() | finite, max_size=3),
+    st.integers(0, 3).flatmap(
+        lambda n: st.builds(
+            m.Tokens,
+            st.lists(keys, min_size=n, max_size=n),
+            st.lists(st.lists(counts, max_size=3), min_size=n, max_size=n),
+            st.none()
+            | st.lists(
+                st.none() | st.lists(st.none() | finite, max_size=3), min_size=n, max_size=n
+            ),
+        )
     ),
     st.builds(
         m.Finished,

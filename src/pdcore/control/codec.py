@@ -296,10 +296,9 @@ def _check_failure(failure: Failure | None) -> None:
 def _check_handshake(message: m.Handshake) -> None:
     _check_key(message.key)
     _check_counted("lease", message.lease)
-    if message.num_cached_tokens > message.num_tokens:
-        raise CodecError(
-            f"num_cached_tokens {message.num_cached_tokens} > num_tokens {message.num_tokens}"
-        )
+    cached, total = message.num_cached_tokens, message.num_tokens
+    if cached > total:
+        raise CodecError(f"num_cached_tokens {cached} > num_tokens {total}")
     for manager_key, packed in message.blocks.items():
         _count_ids(packed, f"{manager_key[:64]} block id")
 
@@ -345,8 +344,12 @@ def _check_submit(message: m.Submit) -> None:
     _count_ids(message.prompt, "token id")
 
 
-def _check_keyed(message: m.Abort | m.Aborted | m.Accepted | m.Tokens) -> None:
-    _check_key(message.key)
+def _check_tokens(message: m.Tokens) -> None:
+    for key in message.keys:
+        _check_key(key)
+    rows = (message.keys, message.token_ids, message.logprobs)
+    if len({len(column) for column in rows if column is not None}) != 1:
+        raise CodecError("keys, token_ids and logprobs must have one row for each request")
 
 
 def _check_finished(message: m.Finished) -> None:
@@ -373,9 +376,7 @@ def _check_nothing(message: m.Heartbeat | m.HeartbeatAck | m.Stop) -> None:
     """Bounds on the fields say it all."""
 
 
-_CHECKS: Final[
-    dict[type[m.PeerMessage | m.LeaderMessage | m.WorkerMessage], Callable[..., None]]
-] = {
+_CHECKS: Final[dict[type[msgspec.Struct], Callable[..., None]]] = {
     m.Handshake: _check_handshake,
     m.Claim: _check_claim,
     m.Grant: _check_nonced,
@@ -388,11 +389,11 @@ _CHECKS: Final[
     m.Heartbeat: _check_nothing,
     m.HeartbeatAck: _check_nothing,
     m.Submit: _check_submit,
-    m.Abort: _check_keyed,
+    m.Abort: lambda message: _check_key(message.key),
     m.Stop: _check_nothing,
-    m.Accepted: _check_keyed,
-    m.Aborted: _check_keyed,
-    m.Tokens: _check_keyed,
+    m.Accepted: lambda message: _check_key(message.key),
+    m.Aborted: lambda message: _check_key(message.key),
+    m.Tokens: _check_tokens,
     m.Finished: _check_finished,
     m.WorkerReady: _check_ready,
     m.WorkerHealth: _check_health,

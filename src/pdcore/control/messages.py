@@ -251,11 +251,13 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 
 class Tokens(_Message, frozen=True, tag="tokens"):
-    """Worker -> leader: new output tokens, in order."""
+    """Worker -> leader: new output tokens of one step, one position per request. One
+    message a step: one of a thousand requests costs 40 us to encode, a thousand of one 1 ms
+    and as many sends. ``logprobs`` is None when nobody has any."""
 
-    key: RoomKey
-    token_ids: list[Count]
-    logprobs: list[Finite | None] | None = None
+    keys: list[RoomKey]
+    token_ids: list[list[Count]]
+    logprobs: list[list[Finite | None] | None] | None = None
 
 
 class Finished(_Message, frozen=True, tag="finished"):

@@ -7,6 +7,8 @@ the moment ``PostTransfer`` is returned, executed or not, until the shell feeds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pdcore.control.messages import PeerMessage
@@ -102,9 +104,13 @@ class ReportAborted(Effect, frozen=True, gc=False):
 
 
 class ReportTokens(Effect, frozen=True, gc=False):
-    key: RoomKey
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float | None, ...] | None
+    """New output tokens of one step, one position per request: one effect, because a step
+    of a thousand sequences would otherwise cost a thousand of them. ``logprobs`` is None
+    when nobody has any."""
+
+    keys: Sequence[RoomKey]
+    token_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float | None] | None] | None
 
 
 class ReportFinished(Effect, frozen=True, gc=False):

@@ -120,6 +120,7 @@ class DecodeBatcher:
         self._stalled.pop(seq_id, None)
         self._stops.discard(row.stops)
         self._calendar.forget_limit(row)
+        self._calendar.forget_alloc(row)
         if row.index >= 0:
             self._columns.remove(row)
         return row.seq
@@ -137,7 +138,7 @@ class DecodeBatcher:
         due = self._calendar.pop_alloc()
         room = self._batch_size - len(columns.rows) - len(self._stalled)
         if self._stalled or not _grow_due(self._kv, self._calendar, due, self._next_n):
-            again = {row.order: row for row in (*due, *self._stalled.values())}
+            again = {**due, **{row.order: row for row in self._stalled.values()}}
             self._stalled.clear()
             for order in sorted(again):
                 self._place(again[order])
@@ -182,12 +183,11 @@ class DecodeBatcher:
                 f"decode batch of {len(columns.rows)} returned {len(output.token_ids)} rows"
             )
         rows = output.token_ids
-        flat: list[int] = []
-        if _is_one_each(rows, flat):
-            hits = self._take_one_each(flat)
+        if _may_be_one_each(rows) and (flat := _flatten(rows)) is not None:
+            result = _settle(columns, rows, output.logprobs, self._take_one_each(flat))
         else:
-            rows, hits = self._take_many(output)
-        result = _settle(columns, rows, output.logprobs, hits)
+            many, hits = self._take_many(output)
+            result = _settle(columns, many, output.logprobs, hits)
         for seq in result.finished:
             self.remove(seq.seq_id)
         return result
@@ -251,6 +251,7 @@ class DecodeBatcher:
             if row.index >= 0:
                 self._columns.remove(row)
             self._calendar.forget_limit(row)
+            self._calendar.forget_alloc(row)
             self._stalled[seq.seq_id] = row
             return
         if row.index < 0:
@@ -267,13 +268,13 @@ class DecodeBatcher:
         )
 
 
-def _grow_due(kv: KVBlocks, calendar: Calendar, due: list[Row], next_n: int) -> bool:
+def _grow_due(kv: KVBlocks, calendar: Calendar, due: dict[int, Row], next_n: int) -> bool:
     """The common case: every due table needs exactly one more block and there are
     enough. False: nothing was done, place them one by one."""
     size = kv.uniform_block_size
     if not due:
         return True
-    if size is None or next_n or not kv.grow_each([row.blocks for row in due]):
+    if size is None or next_n or not kv.grow_each([row.blocks for row in due.values()]):
         return False
     calendar.plan_alloc_together(due, calendar.step + size)
     return True
@@ -287,19 +288,19 @@ def _settle(
 ) -> StepResult:
     """Land the batch; sequences that left while it was in flight get no result. ``hits``
     are the positions that may have finished."""
-    seqs = columns.seqs.copy()
+    seqs, keys = columns.seqs.copy(), columns.keys.copy()
     finished = [seqs[i] for i in sorted(hits) if seqs[i].finish_reason is not None]
     if columns.gone:
         gone = {row.index for row in columns.gone or ()}
         keep = [i for i in range(len(seqs)) if i not in gone]
-        seqs = [seqs[i] for i in keep]
+        seqs, keys = [seqs[i] for i in keep], [keys[i] for i in keep]
         rows = [rows[i] for i in keep]
         logprobs = None if logprobs is None else [logprobs[i] for i in keep]
     columns.land()
     if logprobs is not None:
         for seq, probs in zip(seqs, logprobs, strict=True):
             seq.record_logprobs(probs)
-    return StepResult(seqs, rows, logprobs, finished)
+    return StepResult(seqs, keys, rows, logprobs, finished)
 
 
 def _plan(kv: KVBlocks, calendar: Calendar, row: Row, changes_from: int, next_n: int) -> None:
@@ -313,13 +314,17 @@ def _plan(kv: KVBlocks, calendar: Calendar, row: Row, changes_from: int, next_n:
     calendar.plan_limit(row, step + max(0, left - 1))
 
 
-def _is_one_each(
-    rows: cabc.Sequence[cabc.Sequence[int] | None], flat: list[int]
+def _may_be_one_each(
+    rows: cabc.Sequence[cabc.Sequence[int] | None],
 ) -> TypeGuard[cabc.Sequence[cabc.Sequence[int]]]:
-    """Is every row exactly one token? Then ``flat`` gets them all. Unpacking proves the
-    length while it flattens: one pass for the common case."""
+    """A look at the first row; :func:`_flatten` proves the others or refuses."""
+    return not rows or rows[0] is not None
+
+
+def _flatten(rows: cabc.Sequence[cabc.Sequence[int]]) -> list[int] | None:
+    """The tokens of rows of exactly one each, else None. Unpacking proves the length while
+    it flattens: one pass for the common case. A row of None cannot be unpacked either."""
     try:
-        flat += [token for (token,) in filter(None, rows)]
-    except ValueError:
-        return False
-    return len(flat) == len(rows)
+        return [token for (token,) in rows]
+    except (TypeError, ValueError):
+        return None

@@ -113,4 +113,6 @@ def commit_prefill(
         emitted.append(ids[:taken])
         probs.append(None if row is None else row[:taken])
     finished = [seq for seq in seqs if seq.finish_reason is not None]
-    return StepResult(seqs, emitted, None if output.logprobs is None else probs, finished)
+    keys = [seq.key for seq in seqs]
+    logprobs = None if output.logprobs is None else probs
+    return StepResult(seqs, keys, emitted, logprobs, finished)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
 from pdcore.errors import EngineError, failure
 from pdcore.fsm.effects import ReportTokens
@@ -68,7 +68,8 @@ class Running:
         )
         record.mark("first_token", now)
         self.records[seq.seq_id] = record
-        self._emit_tokens(record, [metadata.output_token_id], logprobs)
+        probs = None if logprobs is None else [logprobs]
+        self.rooms.out.append(ReportTokens([record.key], [[metadata.output_token_id]], probs))
         if seq.finish_reason is not None:
             self._end(record, seq.finish_reason, None, now)
         else:
@@ -114,7 +115,6 @@ class Running:
         batch = self._batch
         if batch is None or batch.batch_id != event.batch_id:
             return
-        members = list(batch.seq_ids)
         self._batch = None
         why = event.failure
         if event.output is not None and why is None:
@@ -126,10 +126,11 @@ class Running:
                     result = commit_prefill(
                         self._chunks, event.output, setup.eos_token_ids, setup.max_model_len
                     )
-                    self._land(result, now)
+                    self._land(_still_here(result, self.records), now)
             except EngineError as error:
                 why = failure("internal", str(error))
         if why is not None or event.output is None:
+            members = list(batch.seq_ids)
             if batch.phase is Phase.DECODE:
                 self.batcher.abandon()
             why = why or failure("internal", "the engine returned nothing for a step")
@@ -144,24 +145,16 @@ class Running:
     # --- inside -------------------------------------------------------------------------
 
     def _land(self, result: StepResult, now: float) -> None:
-        rows = result.logprobs
-        for i, seq in enumerate(result.seqs):
-            record = self.records.get(seq.seq_id)
-            if record is None:
-                continue
-            self._emit_tokens(record, result.token_ids[i], rows[i] if rows else None)
-            if self.resuming.pop(seq.seq_id, None) is not None and seq.finish_reason is None:
-                self.batcher.add(seq)
+        if result.seqs:
+            self.rooms.out.append(ReportTokens(result.keys, result.token_ids, result.logprobs))
+        if self.resuming:
+            for seq in result.seqs:
+                if self.resuming.pop(seq.seq_id, None) is not None and seq.finish_reason is None:
+                    self.batcher.add(seq)
         for seq in result.finished:
             record = self.records.get(seq.seq_id)
             if record is not None and seq.finish_reason is not None:
                 self._end(record, seq.finish_reason, None, now)
-
-    def _emit_tokens(
-        self, record: DecodeRecord, ids: Sequence[int], logprobs: Iterable[float] | None
-    ) -> None:
-        probs = None if logprobs is None else tuple(logprobs)
-        self.rooms.out.append(ReportTokens(record.key, tuple(ids), probs))
 
     def _end(
         self, record: DecodeRecord, reason: FinishReason, why: Failure | None, now: float
@@ -199,3 +192,17 @@ class Running:
                 "retry later",
             )
             self._end(self.records[victim.seq_id], FinishReason.ERROR, why, now)
+
+
+def _still_here(result: StepResult, records: Mapping[int, DecodeRecord]) -> StepResult:
+    """Without those that ended while the batch was in flight: they had their one result."""
+    if all(seq.seq_id in records for seq in result.seqs):
+        return result
+    keep = [i for i, seq in enumerate(result.seqs) if seq.seq_id in records]
+    return StepResult(
+        [result.seqs[i] for i in keep],
+        [result.keys[i] for i in keep],
+        [result.token_ids[i] for i in keep],
+        None if result.logprobs is None else [result.logprobs[i] for i in keep],
+        result.finished,
+    )

@@ -146,13 +146,14 @@ class Sequence:
 class StepResult(NamedTuple):
     """What one committed step produced, one position per sequence that got tokens.
 
-    ``token_ids[i]`` are the new tokens of ``seqs[i]``, already appended and cut where
-    the sequence ended; ``logprobs[i]`` matches, or ``logprobs`` is None. ``finished``
-    are those whose ``finish_reason`` is now set; they have left the batch, the caller
-    frees their blocks.
+    ``token_ids[i]`` are the new tokens of ``seqs[i]``, whose request is ``keys[i]``, already
+    appended and cut where the sequence ended; ``logprobs[i]`` matches, or ``logprobs`` is
+    None. ``finished`` are those whose ``finish_reason`` is now set; they have left the
+    batch, the caller frees their blocks.
     """
 
     seqs: list[Sequence]
+    keys: list[RoomKey]
     token_ids: abc.Sequence[abc.Sequence[int]]
     logprobs: abc.Sequence[abc.Sequence[float] | None] | None
     finished: list[Sequence]

@@ -12,7 +12,7 @@ cancel that overtakes its request is forgotten (protocol models, Q5 RES and TOMB
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import attrs
@@ -183,12 +183,12 @@ class Dispatcher:
             self._on_ready(message)
         elif isinstance(message, Aborted):
             self._aborts.resolve(message.key, message.applied)
+        elif isinstance(message, Tokens):
+            self.counters["late_results"] += _add_tokens(self._pending, rank, message)
         else:
             pending = self._pending.get(message.key)
             if pending is None or pending.to_rank != rank:
                 self.counters["late_results"] += 1
-            elif isinstance(message, Tokens):
-                pending.add_tokens(message.token_ids, message.logprobs)
             elif isinstance(message, Accepted):
                 pending.accept()
             else:
@@ -324,3 +324,17 @@ def _from_worker(message: Finished) -> Ended:
         message.completion_tokens,
         message.timeline,
     )
+
+
+def _add_tokens(pendings: Mapping[RoomKey, Pending], rank: int, message: Tokens) -> int:
+    """Hand a step's tokens out; returns how many requests have ended or are another
+    rank's."""
+    num_late = 0
+    for i, key in enumerate(message.keys):
+        pending = pendings.get(key)
+        if pending is None or pending.to_rank != rank:
+            num_late += 1
+        else:
+            logprobs = None if message.logprobs is None else message.logprobs[i]
+            pending.add_tokens(message.token_ids[i], logprobs)
+    return num_late

@@ -87,8 +87,14 @@ class Rank:
 
     def tokens(self, key: RoomKey) -> list[int]:
         """All output tokens of a room, in order of arrival."""
-        spoken = [m for m in self.said if isinstance(m, Tokens) and m.key == key]
-        return list(itertools.chain.from_iterable(m.token_ids for m in spoken))
+        spoken = [
+            ids
+            for m in self.said
+            if isinstance(m, Tokens)
+            for k, ids in zip(m.keys, m.token_ids, strict=True)
+            if k == key
+        ]
+        return list(itertools.chain.from_iterable(spoken))
 
 
 @attrs.define(eq=False)

@@ -72,7 +72,7 @@ LEADER_MESSAGES: list[m.LeaderMessage] = [
 WORKER_MESSAGES: list[m.WorkerMessage] = [
     m.Accepted(KEY),
     m.Aborted(KEY, False),
-    m.Tokens(KEY, [1, 2], [-0.5, None]),
+    m.Tokens([KEY, RoomKey(8, 1)], [[1, 2], [3]], [[-0.5, None], None]),
     m.Finished(KEY, "stop", None, 33, 64, {"queue": 0.1}),
     m.WorkerReady(0, 0, DECODE, "tcp://127.0.0.1:5", 2048, 8192, 50_000, 100, "shm"),
     m.WorkerHealth(0, ["not registered"], {"running": 3.0}),
@@ -212,9 +212,11 @@ def test_malformed_leader_messages(message: m.LeaderMessage, text: str) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Tokens(KEY, [-1]),
-        m.Tokens(KEY, [1], [math.inf]),
-        m.Tokens(RoomKey(0, 1), [1]),
+        m.Tokens([KEY], [[-1]]),
+        m.Tokens([KEY], [[1]], [[math.inf]]),
+        m.Tokens([RoomKey(0, 1)], [[1]]),
+        m.Tokens([KEY], [[1], [2]]),
+        m.Tokens([KEY], [[1]], []),
         m.Finished(KEY, "stop", None, 1, 1, {"queue": math.nan}),
         m.WorkerHealth(0, [], {"x": math.inf}),
         m.WorkerReady(0, 0, Incarnation(b""), "tcp://h:5", 1, 1, 1, 1, "shm"),

@@ -114,12 +114,12 @@ async def test_results_keep_their_order_and_none_is_lost() -> None:
     async with leading() as leader:
         worker = leader.connect(A)
         for i in range(5_000):
-            worker.send(Tokens(KEY, [i]))
+            worker.send(Tokens([KEY], [[i]]))
         for i in range(5_000):
             worker.flush()
             _, message = await leader.next()
             assert isinstance(message, Tokens)
-            assert message.token_ids == [i]
+            assert message.token_ids == [[i]]
         worker.close()
 
 

@@ -32,14 +32,25 @@ def test_the_calendar_forgets_what_moved() -> None:
     a, b = row(1), row(2)
     a.index = b.index = 0
     calendar.plan_alloc(a, 3)
-    calendar.plan_alloc_together([b], 3)
+    calendar.plan_alloc_together({b.order: b}, 3)
     calendar.plan_alloc(a, 5)
     calendar.plan_limit(a, 4)
     calendar.plan_limit(b, 4)
     calendar.plan_limit(b, 9)
     calendar.step = 3
-    assert calendar.pop_alloc() == [b]
-    assert calendar.pop_alloc() == []
+    due = calendar.pop_alloc()
+    assert due == {b.order: b}
+    assert calendar.pop_alloc() == {}
+    calendar.plan_alloc_together(due, 5)
+    calendar.forget_alloc(a)
+    calendar.forget_alloc(a)
+    calendar.step = 5
+    assert calendar.pop_alloc() == {b.order: b}
+    calendar.plan_alloc(b, 6)
+    calendar.forget_alloc(b)
+    calendar.step = 6
+    assert calendar.pop_alloc() == {}
+    calendar.step = 3
     calendar.step = 4
     assert list(calendar.pop_limit()) == [a]
     calendar.forget_limit(b)

@@ -177,8 +177,11 @@ class World:
     def accept(self, key: RoomKey, rank: int = 0) -> None:
         self.dispatcher.on_message(rank, Accepted(key))
 
-    def tokens(self, key: RoomKey, ids: list[int], rank: int = 0, **more: Any) -> None:
-        self.dispatcher.on_message(rank, Tokens(key, ids, **more))
+    def tokens(
+        self, key: RoomKey, ids: list[int], rank: int = 0, logprobs: list[float] | None = None
+    ) -> None:
+        probs = None if logprobs is None else [logprobs]
+        self.dispatcher.on_message(rank, Tokens([key], [ids], probs))
 
     def finish(
         self, key: RoomKey, reason: str = "stop", why: Failure | None = None, rank: int = 0

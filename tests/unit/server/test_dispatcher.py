@@ -296,7 +296,7 @@ def test_late_and_foreign_results_are_dropped_and_counted() -> None:
     async def play() -> None:
         world = World(num_workers=2, dp_size=2)
         pending = world.dispatcher.submit(world.request(), 0)
-        world.dispatcher.on_message(1, Tokens(KEY, [9]))
+        world.dispatcher.on_message(1, Tokens([KEY], [[9]]))
         world.finish(KEY)
         world.tokens(KEY, [9])
         world.finish(KEY)
