@@ -98,8 +98,8 @@ class AppServer:
             raise StartFailed(f"the server on port {self.port} ended while it started")
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no new connection, let running requests finish for ``drain_s`` (1 s at least), cancel
-        them then; returns when the app's lifespan is over."""
+        """Take no new connection, let running requests finish for ``drain_s`` (at least 1 s),
+        then cancel them; returns when the app's lifespan is over."""
         self._server.config.timeout_graceful_shutdown = max(1, math.ceil(drain_s))
         self._server.should_exit = True
         if self._task is not None:
