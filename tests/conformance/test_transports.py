@@ -11,6 +11,7 @@ from pdcore.testing.conformance import Report, capability_matrix, run_conformanc
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
 from pdcore.transports.base import Revocation
 
+pytestmark = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
 
 

@@ -379,7 +379,8 @@ def _inside(first: Int64Array, span: Int64Array, starts: Int64Array, ends: Int64
 
 def _split_pairs(cols: Int64Array, space: _Space) -> tuple[PairCopy, ...]:
     batches = space.batches
-    pieces = cols.T.copy()
+    # A view whose columns are contiguous, which is how the copy loops read it.
+    pieces = cols.T
     keys: dict[tuple[int, int], int] = {}
     of_batch = [keys.setdefault((b.local_region, b.remote_region), len(keys)) for b in batches]
     if space.batch is None or len(keys) == 1:

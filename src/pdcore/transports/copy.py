@@ -35,7 +35,7 @@ def copy_steps(
         src, dst = local[pair.local_region], remote[pair.remote_region]
         pieces = pair.pieces
         plain = pieces[:, ROWS] == 1
-        if not plain.all():
+        if np.count_nonzero(plain) < len(plain):
             yield from _strided(pieces[~plain], src, dst, chunk_bytes)
             pieces = pieces[plain]
         if len(pieces) <= _FEW:
@@ -65,12 +65,13 @@ def _runs(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) 
     alike = widths == width
     # Most blocks have the usual size; a few neighbours were joined into longer runs.
     if width <= chunk_bytes and 2 * np.count_nonzero(alike) > len(widths):
-        usual = pieces[alike]
+        mixed = np.count_nonzero(alike) < len(widths)
+        usual = pieces[alike] if mixed else pieces
         source = _grid(src, usual[:, LOCAL_OFFSET], width)
         target = _grid(dst, usual[:, REMOTE_OFFSET], width)
         if source is not None and target is not None:
             yield from _blocks(*source, *target, chunk_bytes // width, width)
-            pieces = pieces[~alike]
+            pieces = pieces[~alike] if mixed else pieces[:0]
     if len(pieces):
         yield from _slices(pieces, src, dst, chunk_bytes)
 
@@ -79,8 +80,9 @@ def _grid(array: ByteArray, offsets: Int64Array, width: int) -> tuple[ByteArray,
     """``array`` as rows of ``width`` bytes and the row of each offset, or None when the
     offsets do not lie on one such grid."""
     phase = int(offsets[0]) % width
-    index, rest = np.divmod(offsets - phase, width)
-    if rest.any():
+    from_phase = offsets - phase if phase else offsets
+    index = from_phase // width
+    if np.count_nonzero(index * width != from_phase):
         return None
     rows = (len(array) - phase) // width
     return array[phase : phase + rows * width].reshape(rows, width), index.tolist()

@@ -8,6 +8,7 @@ checks who is calling, hands the segments over, and leaves the connection for th
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -68,6 +69,7 @@ class Door:
         self._ring = ring
         self._arrivals: deque[Arrival] = deque()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         name = b"\0pdcore-%d-%s" % (os.geteuid(), secrets.token_hex(16).encode())
         self._listener.bind(name)
@@ -90,17 +92,20 @@ class Door:
         self._thread.join(timeout_s)
         ended = not self._thread.is_alive()
         if ended:
-            self._listener.close()
-            os.close(self._stop)
+            self._close()
         return ended
 
     def abandon(self) -> None:
         """In a forked child, where the thread is not: close the descriptors."""
-        self._listener.close()
-        os.close(self._stop)
+        self._close()
         for arrival in self.arrivals():
             arrival.sock.close()
             os.close(arrival.pidfd)
+
+    def _close(self) -> None:
+        self._listener.close()
+        os.close(self._stop)
+        os.close(self._spare)
 
     def _run(self) -> None:
         poller = select.poll()
@@ -127,8 +132,9 @@ class Door:
     def _accept(self, poller: select.poll, callers: dict[int, tuple[socket.socket, float]]) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            # The caller went away, or no descriptor is left: it will time out.
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
             return
         sock.setblocking(False)
         if len(callers) >= MAX_CALLERS or len(self._arrivals) >= MAX_ARRIVALS:
@@ -136,6 +142,14 @@ class Door:
             return
         callers[sock.fileno()] = sock, time.monotonic() + HELLO_TIMEOUT_S
         poller.register(sock, select.POLLIN)
+
+    def _turn_away(self) -> None:
+        """No descriptor is left: spend the spare one on hanging up, or the caller would
+        stay in the backlog and keep this thread spinning."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _answer(self, sock: socket.socket) -> None:
         try:

@@ -27,6 +27,7 @@ import secrets
 import stat
 import struct
 import time
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -124,14 +125,32 @@ def available_bytes() -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 limit = int(line.split()[1]) * 1024
+    for directory in _cgroups():
+        try:
+            ceiling = (directory / "memory.max").read_text("ascii").strip()
+            if ceiling == "max":
+                continue
+            used = int((directory / "memory.current").read_text("ascii"))
+            stat_lines = (directory / "memory.stat").read_text("ascii").splitlines()
+        except (OSError, ValueError):
+            continue
+        counted = dict(line.split(maxsplit=1) for line in stat_lines)
+        # Cached files (a model's weights, above all) make room when memory is needed.
+        cached = int(counted.get("active_file", 0)) + int(counted.get("inactive_file", 0))
+        limit = min(limit, max(0, int(ceiling) - used + cached))
+    return limit
+
+
+def _cgroups() -> list[Path]:
+    """Our cgroup (version 2) and those above it, each of which may have a limit."""
+    root = Path("/sys/fs/cgroup")
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            ceiling = file.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            used = int(file.read())
-    except (OSError, ValueError):
-        return limit
-    return limit if ceiling == "max" else min(limit, int(ceiling) - used)
+        lines = Path("/proc/self/cgroup").read_text("ascii").splitlines()
+    except OSError:
+        return [root]
+    paths = [line[3:].lstrip("/") for line in lines if line.startswith("0::")]
+    own = root / paths[0] if paths else root
+    return [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
 
 
 def sweep_stale(directory: str = NAMED_DIRECTORY) -> list[str]:

@@ -35,6 +35,31 @@ def test_elsewhere_the_reason_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
         create("shm", US)
 
 
+def test_it_imports_where_nothing_of_linux_exists() -> None:
+    """Elsewhere the package imports, and doctor says what does not work."""
+    program = f"""
+import sys; sys.path[:] = {sys.path!r}
+import mmap, os, select, socket
+sys.modules["fcntl"] = None
+sys.platform = "darwin"
+for module, names in (
+    (os, "memfd_create eventfd eventfd_read eventfd_write pidfd_open posix_fallocate EFD_CLOEXEC"),
+    (select, "epoll EPOLLIN EPOLLOUT"),
+    (socket, "SOCK_SEQPACKET SO_PEERCRED MSG_CMSG_CLOEXEC"),
+    (mmap, "MADV_DONTFORK MAP_POPULATE"),
+):
+    for name in names.split():
+        delattr(module, name)
+from pdcore.transports.registry import available
+assert available()["loopback"] is None
+print(available()["shm"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "shm needs Linux (memfd, pidfd, epoll); this is darwin\n"
+
+
 def test_the_named_fallback_moves_bytes(tmp_path: Path) -> None:
     """Without memfd: the same transport over files that have no name any more."""
     with Pair(RegistryHarness("shm", named_directory=str(tmp_path))) as pair:

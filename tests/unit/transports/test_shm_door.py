@@ -137,6 +137,32 @@ def test_too_many_callers_are_hung_up_on(rig: Rig, monkeypatch: pytest.MonkeyPat
         assert all(sock.recv(10) == b"" for sock in ended)
 
 
+def test_without_descriptors_callers_are_turned_away(rig: Rig) -> None:
+    """fd exhaustion: a caller is hung up on at once, and served again when there are
+    descriptors again."""
+    import resource
+
+    with rig.call() as sock, rig.call() as other:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Both have been accepted when both are answered, so nothing is under way.
+        for one in (sock, other):
+            one.send(b"nonsense")
+            with pytest.raises(TransportError):
+                answer(one)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, hard))
+            try:
+                late.connect(rig.door.address.name)
+                # A poll object needs no descriptor of its own.
+                late.settimeout(10)
+                assert late.recv(10) == b""
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with rig.call() as sock:
+        sock.sendall(hello())
+        assert len(answer(sock)) == 1
+
+
 def test_it_closes_with_callers_inside() -> None:
     rig = Rig()
     with rig.call() as sock:

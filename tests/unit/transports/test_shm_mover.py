@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import pytest
+
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.shm_mover import Job, Mover, advance
 from pdcore.types import Incarnation, LeaseId
@@ -14,9 +16,9 @@ WAIT_S = 10.0
 class Rig:
     """A mover with a bell to wait for, and jobs that log their steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Mover] = Mover) -> None:
         self.rung = threading.Semaphore(0)
-        self.mover = Mover(self.rung.release)
+        self.mover = kind(self.rung.release)
         self.log: list[tuple[object, int]] = []
 
     def job(
@@ -37,19 +39,33 @@ class Rig:
         return [(ended.job.handle, ended.status) for ended in self.mover.drain()]
 
 
-def test_sessions_take_turns_and_jobs_of_one_stay_in_order() -> None:
-    """D23: a long transfer to one peer does not hold up another."""
-    rig = Rig()
+class OneQueue(Mover):
+    """The seed's rule: all sessions in one queue, first come, first served (D23)."""
+
+    def submit(self, job: Job) -> None:
+        job.session = "all"
+        super().submit(job)
+
+
+def takes_turns(rig: Rig) -> None:
     gate = threading.Event()
     rig.mover.submit(rig.job(1, "a", 50, gate))
     rig.mover.submit(rig.job(2, "a", 1))
     rig.mover.submit(rig.job(3, "b", 2))
     gate.set()
     ended = rig.wait(3)
+    assert rig.mover.close(WAIT_S)
     assert ended == [(3, HandleStatus.DONE), (1, HandleStatus.DONE), (2, HandleStatus.DONE)]
     position = {entry: i for i, entry in enumerate(rig.log)}
     assert position["b", 1] < position["a", 49]
-    assert rig.mover.close(WAIT_S)
+
+
+def test_sessions_take_turns_and_jobs_of_one_stay_in_order() -> None:
+    """D23: a long transfer to one peer does not hold up another; the mutant with one
+    queue for all is caught."""
+    takes_turns(Rig())
+    with pytest.raises(AssertionError):
+        takes_turns(Rig(OneQueue))
 
 
 def test_a_stop_mark_ends_a_job_between_chunks() -> None:
