@@ -18,6 +18,8 @@ from pdcore.cli.options import Workplace, complain
 from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, Member
 
 EXIT_FAILED: Final = 1
+#: Exit status after a second Ctrl-C (128 + SIGINT).
+EXIT_FORCED: Final = 130
 
 
 class StatusView:
@@ -94,7 +96,8 @@ async def run_cluster(
         cluster = Cluster(
             config, place.cache_dir, place.run_dir, lambda: view.show(cluster.members)
         )
-        _handle_signals(cluster, stopping)
+        forced = asyncio.Event()
+        _handle_signals(cluster, stopping, forced)
         status = EXIT_FAILED
         try:
             if await _until_started(cluster, stopping):
@@ -107,9 +110,11 @@ async def run_cluster(
         finally:
             view.is_quiet = True
             await cluster.stop()
-    if status == 0 and place.is_temporary:
+    if forced.is_set():
+        status = EXIT_FORCED
+    if status in (0, EXIT_FORCED) and place.is_temporary:
         shutil.rmtree(place.run_dir, ignore_errors=True)
-    elif status != 0:
+    elif status not in (0, EXIT_FORCED):
         complain(f"the logs are in {place.run_dir}")
     return status
 
@@ -145,12 +150,13 @@ async def until_told(cluster: Cluster, stopping: asyncio.Event) -> int:
     return status
 
 
-def _handle_signals(cluster: Cluster, stopping: asyncio.Event) -> None:
+def _handle_signals(cluster: Cluster, stopping: asyncio.Event, forced: asyncio.Event) -> None:
     def on_signal() -> None:
         if not stopping.is_set():
             complain("draining; press Ctrl-C again to end at once")
             stopping.set()
         else:
+            forced.set()
             cluster.kill()
 
     loop = asyncio.get_running_loop()

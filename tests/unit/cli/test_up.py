@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,3 +90,23 @@ def test_ctrl_c_drains(running: Running, tmp_path: Path) -> None:
     assert all_gone(pidfds)
     for name in ("prefill-0", "decode-0"):
         assert "drained" in (tmp_path / name / "log_0.log").read_text()
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    """A request that would run for long does not hold it up."""
+    up = Running(tmp_path, "--set=server_config.drain_s=600")
+    pidfds = [os.pidfd_open(pid) for pid in up.descendants()]
+    url = up.lines[-1].split()[1]
+    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+        assert answer.readline().startswith(b"data: ")
+        os.kill(up.process.pid, signal.SIGSTOP)  # both signals are pending when it goes on
+        up.process.send_signal(signal.SIGINT)
+        up.process.send_signal(signal.SIGTERM)
+        os.kill(up.process.pid, signal.SIGCONT)
+        assert up.process.wait(BOUND_S) == 130
+        assert all_gone(pidfds)
+    up.output.close()
