@@ -3,6 +3,7 @@
 ``import pdcore`` is cheap: names are imported when they are first used (PEP 562), so a
 program that only validates a configuration never pays for torch, zmq or a web server.
 To export a name, add one line to ``_EXPORTS`` and one under ``TYPE_CHECKING``.
+docs/library.md says which names belong to which way of using pdcore.
 """
 
 from __future__ import annotations
@@ -12,6 +13,39 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from pdcore import errors, types
+    from pdcore.assembly import WorkerOptions, build_worker
+    from pdcore.config.limits import CoreLimits
+    from pdcore.control.zmq import ZmqChannel
+    from pdcore.engine.base import Allocate, ModelRunner, RunnerCaps
+    from pdcore.engine.simulated import SimulatedRunner
+    from pdcore.fsm import effects, events
+    from pdcore.kv.cache import KVBlocks
+    from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
+    from pdcore.local import LocalPort, local_route
+    from pdcore.scheduler.decode import DecodeCore
+    from pdcore.scheduler.prefill import PrefillCore
+    from pdcore.scheduler.route import registration_of, route_of
+    from pdcore.scheduler.setup import CoreSetup
+    from pdcore.server.bootstrap import create_bootstrap_app
+    from pdcore.server.embedded import EmbeddedInstance
+    from pdcore.server.instance import create_instance_app
+    from pdcore.server.lifespans import run_lifespans
+    from pdcore.server.router import create_router_app
+    from pdcore.server.text import TextModel
+    from pdcore.transports.registry import create as create_transport
+    from pdcore.types import (
+        Batch,
+        FinishReason,
+        GenerateRequest,
+        Incarnation,
+        PeerRef,
+        Role,
+        RoomKey,
+        SamplingParams,
+        StepOutput,
+    )
+    from pdcore.worker import Worker
+    from pdcore.worker_thread import WorkerThread
 
 __version__ = "0.1.0"
 
@@ -19,9 +53,95 @@ __version__ = "0.1.0"
 _EXPORTS: Final[dict[str, tuple[str, str]]] = {
     "errors": ("pdcore.errors", ""),
     "types": ("pdcore.types", ""),
+    # Values that requests and engines exchange.
+    "Batch": ("pdcore.types", "Batch"),
+    "FinishReason": ("pdcore.types", "FinishReason"),
+    "GenerateRequest": ("pdcore.types", "GenerateRequest"),
+    "Incarnation": ("pdcore.types", "Incarnation"),
+    "PeerRef": ("pdcore.types", "PeerRef"),
+    "Role": ("pdcore.types", "Role"),
+    "RoomKey": ("pdcore.types", "RoomKey"),
+    "SamplingParams": ("pdcore.types", "SamplingParams"),
+    "StepOutput": ("pdcore.types", "StepOutput"),
+    # Level 1: the cores.
+    "CoreLimits": ("pdcore.config.limits", "CoreLimits"),
+    "CoreSetup": ("pdcore.scheduler.setup", "CoreSetup"),
+    "DecodeCore": ("pdcore.scheduler.decode", "DecodeCore"),
+    "KVBlocks": ("pdcore.kv.cache", "KVBlocks"),
+    "KVCacheEntry": ("pdcore.kv.spec", "KVCacheEntry"),
+    "KVCacheSpec": ("pdcore.kv.spec", "KVCacheSpec"),
+    "KVPlacement": ("pdcore.kv.spec", "KVPlacement"),
+    "PrefillCore": ("pdcore.scheduler.prefill", "PrefillCore"),
+    "effects": ("pdcore.fsm.effects", ""),
+    "events": ("pdcore.fsm.events", ""),
+    "registration_of": ("pdcore.scheduler.route", "registration_of"),
+    "route_of": ("pdcore.scheduler.route", "route_of"),
+    # Level 2: a worker around your own engine.
+    "Allocate": ("pdcore.engine.base", "Allocate"),
+    "LocalPort": ("pdcore.local", "LocalPort"),
+    "ModelRunner": ("pdcore.engine.base", "ModelRunner"),
+    "RunnerCaps": ("pdcore.engine.base", "RunnerCaps"),
+    "SimulatedRunner": ("pdcore.engine.simulated", "SimulatedRunner"),
+    "Worker": ("pdcore.worker", "Worker"),
+    "WorkerOptions": ("pdcore.assembly", "WorkerOptions"),
+    "WorkerThread": ("pdcore.worker_thread", "WorkerThread"),
+    "ZmqChannel": ("pdcore.control.zmq", "ZmqChannel"),
+    "build_worker": ("pdcore.assembly", "build_worker"),
+    "local_route": ("pdcore.local", "local_route"),
+    "create_transport": ("pdcore.transports.registry", "create"),
+    # Level 3: the apps in your own server.
+    "EmbeddedInstance": ("pdcore.server.embedded", "EmbeddedInstance"),
+    "TextModel": ("pdcore.server.text", "TextModel"),
+    "create_bootstrap_app": ("pdcore.server.bootstrap", "create_bootstrap_app"),
+    "create_instance_app": ("pdcore.server.instance", "create_instance_app"),
+    "create_router_app": ("pdcore.server.router", "create_router_app"),
+    "run_lifespans": ("pdcore.server.lifespans", "run_lifespans"),
 }
 
-__all__ = ["__version__", "errors", "types"]
+__all__ = [
+    "Allocate",
+    "Batch",
+    "CoreLimits",
+    "CoreSetup",
+    "DecodeCore",
+    "EmbeddedInstance",
+    "FinishReason",
+    "GenerateRequest",
+    "Incarnation",
+    "KVBlocks",
+    "KVCacheEntry",
+    "KVCacheSpec",
+    "KVPlacement",
+    "LocalPort",
+    "ModelRunner",
+    "PeerRef",
+    "PrefillCore",
+    "Role",
+    "RoomKey",
+    "RunnerCaps",
+    "SamplingParams",
+    "SimulatedRunner",
+    "StepOutput",
+    "TextModel",
+    "Worker",
+    "WorkerOptions",
+    "WorkerThread",
+    "ZmqChannel",
+    "__version__",
+    "build_worker",
+    "create_bootstrap_app",
+    "create_instance_app",
+    "create_router_app",
+    "create_transport",
+    "effects",
+    "errors",
+    "events",
+    "local_route",
+    "registration_of",
+    "route_of",
+    "run_lifespans",
+    "types",
+]
 
 
 def __getattr__(name: str) -> object:

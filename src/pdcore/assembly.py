@@ -17,12 +17,13 @@ from pdcore.background import Background, BackgroundCalls
 from pdcore.clock import Clock
 from pdcore.config import DEFAULT_LIMITS, CoreLimits
 from pdcore.control.base import ControlChannel
-from pdcore.control.zmq import Poller, ZmqSource
+from pdcore.control.zmq import Poller, ZmqChannel, ZmqSource
 from pdcore.engine.base import ModelRunner
 from pdcore.errors import failure
 from pdcore.executor import Executor, FetchRoute
 from pdcore.fsm.events import TopologyFetched
 from pdcore.kv.cache import KVBlocks
+from pdcore.local import LocalPort
 from pdcore.scheduler.consensus import Consensus, LocalConsensus
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.prefill import PrefillCore
@@ -41,7 +42,8 @@ class WorkerOptions:
     """What a worker needs besides its parts.
 
     ``instance`` is the leader's advertised ``host:port``; ``num_blocks`` counts KV blocks,
-    the null block included. ``sources`` are the ZMQ channel and link to sleep on.
+    the null block included. ``sources`` are the ZMQ channel and link to sleep on; empty: the
+    channel, if it is one of ZMQ.
     """
 
     role: Role
@@ -77,6 +79,8 @@ def build_worker(
     else:
         core = DecodeCore(setup, blocks)
     background = background or Background()
+    if isinstance(leader, LocalPort):
+        leader.wake = background.wake
     executor = Executor(
         setup,
         transport,
@@ -86,8 +90,9 @@ def build_worker(
         background,
         options.fetch_route or _no_route,
     )
+    own = (channel,) if isinstance(channel, ZmqChannel) else ()
     wait = options.wait or make_wait(
-        options.sources, (channel.fileno(), transport.fileno(), background.fileno())
+        options.sources or own, (channel.fileno(), transport.fileno(), background.fileno())
     )
     ports = Ports(transport, channel, leader, wait)
     return Worker(core, runner, ports, executor, background, options.clock)

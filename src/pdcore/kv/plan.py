@@ -15,7 +15,7 @@ an empty plan and still report Done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,6 +49,13 @@ class WriteBatch:
     def num_bytes(self) -> int:
         d = self.descriptors
         return int((d[:, ROW_BYTES] * d[:, ROWS]).sum())
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(local offset, remote offset, bytes) of every contiguous piece, in order: for who
+        copies in Python; transports work on whole arrays."""
+        for local, remote, size, rows, local_step, remote_step in self.descriptors.tolist():
+            for row in range(rows):
+                yield local + row * local_step, remote + row * remote_step, size
 
 
 class TokenSlice(NamedTuple):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import attrs
-import numpy as np
 
 from pdcore.clock import Clock
 from pdcore.control.messages import (
@@ -24,8 +23,6 @@ from pdcore.control.messages import (
     Accepted,
     Finished,
     Stop,
-    Submit,
-    SubmitSampling,
     Tokens,
     WorkerHealth,
     WorkerMessage,
@@ -34,6 +31,7 @@ from pdcore.control.messages import (
 from pdcore.errors import CodecError, Overloaded, RoomInUse, failure
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.instance import FailPending, KillWorkers, StopWorkers
+from pdcore.local import submit_message
 from pdcore.server.aborts import AbortTable, History, Link, Timers, call_later
 from pdcore.server.pending import Ended, Pending, Refused
 from pdcore.server.workers import WorkerRegistry
@@ -144,6 +142,11 @@ class Dispatcher:
         self._aborts.send(key, pending.to_rank, reason, unless_received=False)
         self._finish(pending, _ended(pending, failure("cancelled", reason)))
         return True
+
+    def abort_room(self, room: int, reason: str) -> bool:
+        """:meth:`abort` of whichever attempt of this room is in flight here."""
+        attempt = self._rooms.get(room)
+        return attempt is not None and self.abort(RoomKey(room, attempt), reason)
 
     async def cancel(self, key: RoomKey, reason: str, *, unless_received: bool) -> CancelOutcome:
         """POST /cancel: ask the worker and wait for its answer (protocol models, Q5).
@@ -276,34 +279,6 @@ class Dispatcher:
         self._history.add(key, self._clock.monotonic(), was_here=True)
         self.counters[f"finished_{ended.failure.code if ended.failure else ended.reason}"] += 1
         pending.end(ended)
-
-
-def submit_message(request: GenerateRequest) -> Submit:
-    s = request.sampling
-    return Submit(
-        key=request.key,
-        request_id=request.request_id,
-        prompt=np.asarray(request.prompt_token_ids, dtype="<i4").tobytes(),
-        sampling=SubmitSampling(
-            s.max_tokens,
-            s.min_tokens,
-            s.temperature,
-            s.top_p,
-            s.top_k,
-            s.seed,
-            s.stop_token_ids,
-            s.ignore_eos,
-            s.logprobs,
-            s.top_logprobs,
-        ),
-        expires_at_s=request.expires_at_s,
-        remaining_s=request.remaining_s,
-        bootstrap=request.bootstrap,
-        prefill=request.prefill,
-        decode=request.decode,
-        prefill_dp_rank=request.prefill_dp_rank,
-        replaces=request.replaces,
-    )
 
 
 def _ended(pending: Pending, why: Failure) -> Ended:
