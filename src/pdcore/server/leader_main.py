@@ -18,7 +18,14 @@ import msgspec
 
 from pdcore.config import InstanceConfig, RouterConfig
 from pdcore.errors import ConfigError, EngineError, PdcoreError
-from pdcore.server.process import EXIT_FAILED, EXIT_USAGE, Failed, Report, enter_child
+from pdcore.server.process import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Failed,
+    Report,
+    enter_child,
+    loading,
+)
 
 _log: Final = logging.getLogger(__name__)
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -95,10 +102,12 @@ def run_process(spec: Spec, report: Callable[[Report], None]) -> int:
 async def _run(spec: Spec, report: Callable[[Report], None]) -> int:
     stopping = asyncio.Event()
     if isinstance(spec, RouterSpec):
-        from pdcore.server.router_run import run_router
+        with loading():
+            from pdcore.server.router_run import run_router
 
         return await _until_forced(run_router(spec.config, stopping, report), stopping, _nothing)
-    from pdcore.server.leader import Leader, Place
+    with loading():
+        from pdcore.server.leader import Leader, Place
 
     place = Place(Path(spec.cache_dir), Path(spec.run_dir))
     leader = Leader(spec.config, place, report)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -206,6 +207,18 @@ def spawn(
             process.stdin.write(config + b"\n")
             process.stdin.flush()
     return Child(name, process, report_in, log)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """While modules and a model are loaded, much is allocated and nothing is garbage: leave
+    the collector off, and never look at those objects again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Parent:

@@ -25,6 +25,7 @@ from pdcore.server.process import (
     Progress,
     Ready,
     enter_child,
+    loading,
 )
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def main() -> int:
 def run(config: WorkerConfig, parent: Parent) -> None:
     """Build the worker, serve until told to stop, release everything. Raises PdcoreError
     or OSError for whatever keeps it from serving."""
-    from pdcore.server.worker_parts import build
+    with loading():
+        from pdcore.server.worker_parts import build
 
-    parts = build(config, lambda text: parent.report(Progress(text)))
+        parts = build(config, lambda text: parent.report(Progress(text)))
     port = StoppablePort(parts.link, parts.background.wake)
     signal.signal(signal.SIGTERM, port.handle_signal)
     signal.signal(signal.SIGINT, port.handle_signal)

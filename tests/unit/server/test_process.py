@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -217,3 +218,12 @@ def test_exits_in_words() -> None:
 def test_health_reports_round_trip() -> None:
     line = msgspec.json.encode(Health(["rank 0 is gone"]))
     assert msgspec.json.decode(line, type=Report) == Health(["rank 0 is gone"])
+
+
+def test_the_collector_is_off_only_while_loading() -> None:
+    before = gc.get_freeze_count()
+    with process.loading():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+    gc.unfreeze()
