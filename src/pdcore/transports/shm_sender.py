@@ -134,8 +134,10 @@ class Sender:
             self._report(link, ended)
 
     def lost(self, link: Link, why: str) -> None:
-        """The connection is over: whatever is left of its handles fails."""
+        """The connection is over: whatever is left of its handles fails, and its memory is
+        unmapped with the last of them, whether or not anybody disconnects."""
         self._stop_jobs(link, HandleStatus.FAILED, why)
+        self._sessions = {key: other for key, other in self._sessions.items() if other is not link}
 
     def revoked(self, link: Link, lease: LeaseId) -> None:
         """The receiver wants a lease back: stop now, refuse later. What was written

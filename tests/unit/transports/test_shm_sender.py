@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,28 @@ def test_notifications_are_bounded(harness: RegistryHarness) -> None:
             until=lambda: len(pair.receiver.record.notes) == accepted,
         )
         assert pair.receiver.record.payloads == [b"%d" % i for i in range(accepted)]
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:pdcore-kv")
+
+
+def test_the_memory_of_a_gone_peer_is_unmapped(harness: RegistryHarness) -> None:
+    """Public report vllm #58063: mappings of a peer that is gone keep its memory for ever,
+    and its replacement finds none."""
+    before = mappings()
+    pair = Pair(harness, MIB)
+    lease = pair.lease()
+    handle = pair.submit(lease, pair.batch((0, 0, MIB)))
+    pump(pair.sender, pair.receiver, until=lambda: handle in pair.sender.record.quiesced)
+    assert mappings() == before + 3
+    pair.receiver.transport.close()
+    pump(pair.sender, until=lambda: bool(pair.sender.record.deaths))
+    gc.collect()
+    assert mappings() == before + 2, "our view of the target should be all that is left"
+    with pytest.raises(PeerGone):
+        pair.submit(lease, pair.batch((0, 0, 1)))
+    pair.sender.transport.close()
 
 
 def test_another_host_is_refused(harness: RegistryHarness) -> None:
