@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -106,5 +107,35 @@ def test_an_app_that_does_not_start_is_an_error_and_not_the_end_of_the_process()
 
         with pytest.raises(StartFailed):
             await AppServer(Starlette(lifespan=broken), bind("127.0.0.1", 0)).start()
+
+    run(play())
+
+
+def test_answers_are_sent_at_once() -> None:
+    """asyncio turns Nagle's algorithm off only on sockets that name their protocol; with it,
+    an answer whose head and body are two writes took 40 ms on loopback."""
+
+    async def play() -> None:
+        accepted: list[int] = []
+
+        class Server(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                found = transport.get_extra_info("socket")
+                accepted.append(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        for host in ("127.0.0.1", "::1"):
+            try:
+                listener = bind(host, 0)
+            except ConfigError:
+                continue  # no IPv6 here
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(Server, sock=listener)
+            _, transport = await asyncio.open_connection(host, port_of(listener))
+            while not accepted:
+                await asyncio.sleep(0)
+            assert accepted.pop()
+            transport.close()
+            server.close()
+            await server.wait_closed()
 
     run(play())
