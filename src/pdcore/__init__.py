@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdcore.server.lifespans import run_lifespans
     from pdcore.server.router import create_router_app
     from pdcore.server.text import TextModel
+    from pdcore.transports.registry import available as available_transports
     from pdcore.transports.registry import create as create_transport
     from pdcore.types import (
         Batch,
@@ -86,6 +87,7 @@ _EXPORTS: Final[dict[str, tuple[str, str]]] = {
     "WorkerOptions": ("pdcore.assembly", "WorkerOptions"),
     "WorkerThread": ("pdcore.worker_thread", "WorkerThread"),
     "ZmqChannel": ("pdcore.control.zmq", "ZmqChannel"),
+    "available_transports": ("pdcore.transports.registry", "available"),
     "build_worker": ("pdcore.assembly", "build_worker"),
     "local_route": ("pdcore.local", "local_route"),
     "create_transport": ("pdcore.transports.registry", "create"),
@@ -128,6 +130,7 @@ __all__ = [
     "WorkerThread",
     "ZmqChannel",
     "__version__",
+    "available_transports",
     "build_worker",
     "create_bootstrap_app",
     "create_instance_app",

@@ -33,16 +33,17 @@ class WorkerThread:
         name = f"worker-{worker.core.setup.me.instance}-{worker.core.setup.me.rank}"
         # A daemon: a host that forgets to stop it can still exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._is_warm = threading.Event()
+        self._begun = threading.Event()
         self._is_cold = False
         self._is_closed = False
 
     def start(self) -> None:
         """Returns when the runner has warmed up, in the thread, and the loop begins. Raises
-        EngineError when it could not, RuntimeError the second time."""
+        EngineError when it could not (and is stopped), RuntimeError the second time."""
         self._thread.start()
-        self._is_warm.wait()
+        self._begun.wait()
         if self._is_cold:
+            self.stop()
             raise EngineError("the model runner could not warm up")
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -77,11 +78,11 @@ class WorkerThread:
         was_told = False
         try:
             self.worker.runner.warm_up()
-            self._is_warm.set()
+            self._begun.set()
             self.worker.run()
             was_told = True
         finally:
-            self._is_cold = not self._is_warm.is_set()
-            self._is_warm.set()
+            self._is_cold = not self._begun.is_set()
+            self._begun.set()
             if self._on_end is not None:
                 self._on_end(was_told)

@@ -175,6 +175,14 @@ def test_unequal_placements_of_equal_layout_use_strided_pieces() -> None:
                 assert (view(b, spec, dst, i, d) == view(a, spec, src, i, s)).all()
 
 
+def test_pieces_say_row_by_row_what_a_batch_copies() -> None:
+    strided = [100, 200, 8, 3, 16, 32]
+    batch = WriteBatch(1, 1, np.array([[0, 64, 4, 1, 0, 0], strided], np.int64))
+    pieces = list(batch.pieces())
+    assert pieces == [(0, 64, 4), (100, 200, 8), (116, 232, 8), (132, 264, 8)]
+    assert sum(size for _, _, size in pieces) == batch.num_bytes
+
+
 def test_entries_are_matched_by_name_not_by_position() -> None:
     """R112 CHANGE, D35."""
     spec = gqa(2)

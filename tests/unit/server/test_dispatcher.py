@@ -347,6 +347,22 @@ def test_a_client_that_is_gone_ends_its_request_at_once() -> None:
     run(play())
 
 
+def test_an_abort_by_room_finds_the_attempt_in_flight() -> None:
+    async def play() -> None:
+        world = World()
+        world.dispatcher.submit(world.request(attempt=7))
+        second = world.dispatcher.submit(world.request(attempt=8, replaces=7))
+        assert not world.dispatcher.abort_room(6, "another room")
+        assert world.dispatcher.abort_room(5, "enough")
+        assert [abort.key for abort in world.link.of(Abort)] == [RoomKey(5, 8)]
+        ended = await second.next()
+        assert isinstance(ended, Ended)
+        assert ended.failure == failure("cancelled", "enough")
+        assert not world.dispatcher.abort_room(5, "again")
+
+    run(play())
+
+
 def test_a_cancel_is_answered_by_the_worker() -> None:
     """A decode that has its KV ignores a cancel with ``unless_received`` and goes on."""
 
