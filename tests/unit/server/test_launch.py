@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+import attrs
 import pytest
 
 from pdcore.config import ServerConfig
@@ -132,14 +133,15 @@ def test_a_configuration_mistake_is_not_retried() -> None:
 
 def test_becoming_ready_forgives_earlier_failures() -> None:
     async def main() -> None:
-        rig = Rig(["crash", "crash", "serve", "crash", "crash", "serve"])
+        config = attrs.evolve(FAST, max_restarts=1)
+        rig = Rig(["crash", "serve", "crash", "serve"], config)
         rig.supervisor.run()
         await rig.serving.wait()
         rig.supervisor.mark_ready(0)
         rig.serving.clear()
         os.kill(rig.supervisor.pids()[0], signal.SIGKILL)
         await rig.serving.wait()
-        assert len(rig.lost) == 5
+        assert len(rig.lost) == 3
         assert not rig.supervisor.gave_up.done()
         await rig.supervisor.stop(0)
 
