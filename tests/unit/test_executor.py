@@ -1,0 +1,467 @@
+"""Effects into calls, with real loopback transports and a channel that writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+
+from pdcore.background import FailedCall
+from pdcore.control.codec import decode_frame
+from pdcore.control.messages import (
+    Aborted,
+    Accepted,
+    Finished,
+    Frame,
+    Grant,
+    Heartbeat,
+    HeartbeatAck,
+    Tokens,
+    WorkerMessage,
+)
+from pdcore.errors import failure
+from pdcore.executor import MAX_FENCED, Executor, to_leader
+from pdcore.fsm.effects import (
+    CancelTransfer,
+    Effect,
+    FencePeer,
+    FetchTopology,
+    ForgetPeer,
+    GrantLease,
+    PeerRestarted,
+    PostTransfer,
+    ReduceVotes,
+    ReleaseLease,
+    ReportAborted,
+    ReportAccepted,
+    ReportFinished,
+    ReportTokens,
+    RevokeLease,
+    SendMessage,
+)
+from pdcore.fsm.events import (
+    Event,
+    HandleEnded,
+    LeaseRevoked,
+    PeerLost,
+    TopologyFetched,
+    VotesReduced,
+)
+from pdcore.kv.plan import WriteBatch
+from pdcore.scheduler.consensus import LocalConsensus
+from pdcore.scheduler.setup import CoreSetup
+from pdcore.testing.world import InlineBackground
+from pdcore.transports.base import PeerDied, RemoteLease, Revocation
+from pdcore.transports.loopback import LoopbackTransport
+from pdcore.transports.loopback_fabric import LoopbackFabric
+from pdcore.types import FinishReason, LeaseId, Nonce, PeerRef, RoomKey
+from tests.unit.scheduler.kit import DECODE, PREFILL, make_setup
+
+KEY = RoomKey(1, 1)
+LEASE = LeaseId(DECODE.incarnation, 1)
+RANGES = {1: np.array([[0, 64]], np.int64)}
+
+
+class WrittenChannel:
+    """A control channel that keeps its frames; ``is_full`` refuses them."""
+
+    address = "tcp://prefill:1"
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, Frame]] = []
+        self.forgotten: list[str] = []
+        self.is_full = False
+
+    def send(self, to: str, frame: bytes) -> bool:
+        if not self.is_full:
+            self.frames.append((to, decode_frame(frame)))
+        return not self.is_full
+
+    def receive(self, limit: int = 256) -> list[bytes]:
+        return []
+
+    def fileno(self) -> int | None:
+        return None
+
+    def forget(self, to: str) -> None:
+        self.forgotten.append(to)
+
+    def close(self) -> None:
+        return None
+
+
+@attrs.define(eq=False)
+class Pair:
+    """The executor of a prefill rank, and the transport of the decode rank it writes to."""
+
+    fabric: LoopbackFabric
+    decode: LoopbackTransport
+    executor: Executor
+    channel: WrittenChannel
+    said: list[WorkerMessage]
+    decode_setup: CoreSetup
+
+    def post(self, handle: int = 1, peer: PeerRef = DECODE, endpoint: bytes = b"") -> PostTransfer:
+        rows = np.array([[0, 0, 64, 1, 0, 0]], np.int64)
+        return PostTransfer(
+            handle,
+            KEY,
+            peer,
+            LEASE,
+            0,
+            4,
+            endpoint or self.decode_setup.endpoint(),
+            (WriteBatch(1, 1, rows),),
+            RANGES,
+        )
+
+    def run(self, *effects: Effect) -> list[Event]:
+        return self.executor.execute(effects)
+
+
+def route_missing(bootstrap: str) -> TopologyFetched:
+    return TopologyFetched(bootstrap, None, failure("unreachable", "nobody"))
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    made: list[LoopbackTransport] = []
+
+    def build(*, stepped: bool = False, fetch=route_missing, background=None, **options) -> Pair:
+        fabric = LoopbackFabric(stepped=stepped)
+        prefill = LoopbackTransport(PREFILL.incarnation, fabric, **options)
+        decode = LoopbackTransport(DECODE.incarnation, fabric, **options)
+        made.extend((prefill, decode))
+        prefill.allocate(256).buffer[:64] = bytes(range(64))
+        decode.allocate(256)
+        channel, said = WrittenChannel(), list[WorkerMessage]()
+        executor = Executor(
+            make_setup(PREFILL),
+            prefill,
+            channel,
+            said.append,
+            LocalConsensus(),
+            background or InlineBackground(),
+            fetch,
+        )
+        setup = make_setup(transport_descriptor=decode.descriptor())
+        decode.grant(RemoteLease(LEASE, RANGES))
+        return Pair(fabric, decode, executor, channel, said, setup)
+
+    yield build
+    for transport in made:
+        transport.close()
+
+
+def written(pair: Pair) -> bytes:
+    return pair.decode._endpoint.regions.arrays[1][:64].tobytes()
+
+
+# --- messages ---------------------------------------------------------------------------
+
+
+def test_one_frame_per_peer_and_the_order_of_messages_is_kept(make_pair) -> None:
+    pair = make_pair()
+    other = DECODE._replace(rank=1, address="tcp://decode:2")
+    events = pair.run(
+        SendMessage(DECODE, Heartbeat(1)),
+        SendMessage(other, Heartbeat(2)),
+        SendMessage(DECODE, HeartbeatAck(3)),
+        SendMessage(DECODE, Heartbeat(4)),
+    )
+    assert events == []
+    (to, frame), (other_to, other_frame) = pair.channel.frames
+    assert (to, other_to) == (DECODE.address, other.address)
+    assert frame.messages == [Heartbeat(1), HeartbeatAck(3), Heartbeat(4)]
+    assert other_frame.messages == [Heartbeat(2)]
+    assert (frame.instance, frame.rank, frame.incarnation) == PREFILL[:3]
+    assert (frame.reply_to, frame.to_incarnation) == (PREFILL.address, DECODE.incarnation)
+
+
+def test_two_lives_at_one_address_get_their_own_frames(make_pair) -> None:
+    """``to_incarnation`` belongs to the frame."""
+    pair = make_pair()
+    reborn = DECODE._replace(incarnation=PREFILL.incarnation)
+    pair.run(SendMessage(DECODE, Heartbeat(1)), SendMessage(reborn, Heartbeat(2)))
+    assert [f.to_incarnation for _, f in pair.channel.frames] == [
+        DECODE.incarnation,
+        PREFILL.incarnation,
+    ]
+
+
+def test_a_frame_leaves_after_what_stood_before_it(make_pair) -> None:
+    """A lease is open before its handshake or grant can arrive (rule 1)."""
+    pair = make_pair()
+    seen: list[int] = []
+    send = pair.channel.send
+    table = pair.executor.transport._endpoint.regions
+
+    def looking(to: str, frame: bytes) -> bool:
+        seen.append(len(table._grants))
+        return send(to, frame)
+
+    pair.channel.send = looking
+    lease = LeaseId(PREFILL.incarnation, 1)
+    pair.run(GrantLease(lease, RANGES), SendMessage(DECODE, Grant(KEY, Nonce(b"n" * 16, 1))))
+    assert seen == [1]
+    pair.run(RevokeLease(lease), ReleaseLease(lease), ReleaseLease(lease))
+    assert len(table._grants) == 0
+
+
+def test_a_refused_frame_is_dropped_without_a_word(make_pair) -> None:
+    """The core resends what is not answered (rule 4)."""
+    pair = make_pair()
+    pair.channel.is_full = True
+    assert pair.run(SendMessage(DECODE, Heartbeat(1))) == []
+
+
+def test_every_report_is_a_message_to_the_leader_in_order(make_pair) -> None:
+    pair = make_pair()
+    why = failure("out_of_memory", "full")
+    pair.run(
+        ReportAccepted(KEY),
+        ReportTokens([KEY], [(5, 6)], [(-0.5, None)]),
+        ReportAborted(KEY, True),
+        ReportFinished(KEY, FinishReason.ERROR, why, 8, 2, {"queue": 0.5}),
+    )
+    assert pair.said == [
+        Accepted(KEY),
+        Tokens([KEY], [[5, 6]], [[-0.5, None]]),
+        Aborted(KEY, True),
+        Finished(KEY, "error", why, 8, 2, {"queue": 0.5}),
+    ]
+    assert to_leader(ReportTokens([KEY], [(5,)], None)) == Tokens([KEY], [[5]], None)
+    assert to_leader(SendMessage(DECODE, Heartbeat(1))) is None
+
+
+def test_a_vote_is_answered_at_once(make_pair) -> None:
+    assert make_pair().run(ReduceVotes(3, 9, (1, 2))) == [VotesReduced(3, (1, 2))]
+
+
+def test_an_effect_that_nobody_knows_is_our_own_mistake(make_pair) -> None:
+    with pytest.raises(TypeError, match="PeerRestarted"):
+        make_pair().run(PeerRestarted(DECODE, PREFILL.incarnation))
+
+
+# --- transfers --------------------------------------------------------------------------
+
+
+def test_a_transfer_lands_and_its_handle_ends_once(make_pair) -> None:
+    pair = make_pair()
+    assert pair.run(pair.post(handle=41)) == []
+    assert pair.executor.poll() == [HandleEnded(41, True, None)]
+    assert written(pair) == bytes(range(64))
+    assert pair.executor.poll() == []
+    assert (pair.executor._handles, pair.executor._posted) == ({}, {})
+
+
+def test_one_session_serves_all_transfers_to_a_life(make_pair) -> None:
+    pair = make_pair()
+    pair.run(pair.post(1), pair.post(2))
+    assert [e.handle for e in pair.executor.poll()] == [1, 2]
+    assert len(pair.fabric._links) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: {"endpoint": b"garbage"}, "TransportError"),
+        (lambda p: {"peer": DECODE._replace(incarnation=PREFILL.incarnation)}, "another process"),
+        (
+            lambda p: {
+                "endpoint": attrs.evolve(p.decode_setup, transport_descriptor=b"x").endpoint()
+            },
+            "TransportError",
+        ),
+    ],
+)
+def test_a_transfer_that_cannot_be_posted_ends_quiet_and_failed(make_pair, change, named) -> None:
+    """It wrote nothing, so its handle is quiet; the session of a wrong process is closed."""
+    pair = make_pair()
+    (ended,) = pair.run(pair.post(7, **change(pair)))
+    assert isinstance(ended, HandleEnded)
+    assert (ended.handle, ended.quiesced) == (7, True)
+    assert ended.failure is not None
+    assert ended.failure.code == "transfer_failed"
+    assert named in ended.failure.detail
+    assert pair.fabric._links == []
+    assert pair.executor._handles == {}
+    pair.run(pair.post(8))
+    assert pair.executor.poll() == [HandleEnded(8, True, None)]
+
+
+def test_a_lease_that_does_not_cover_the_write_is_refused_before_byte_0(make_pair) -> None:
+    pair = make_pair()
+    post = pair.post()
+    narrow = {1: np.array([[0, 32]], np.int64)}
+    (ended,) = pair.run(msgspec.structs.replace(post, ranges=narrow))
+    assert isinstance(ended, HandleEnded)
+    assert ended.quiesced
+    assert ended.failure is not None
+    assert written(pair) == bytes(64)
+
+
+def test_a_cancel_stops_the_write_and_is_idempotent(make_pair) -> None:
+    pair = make_pair(stepped=True)
+    pair.run(pair.post(1), CancelTransfer(1), CancelTransfer(1), CancelTransfer(99))
+    (ended,) = pair.executor.poll()
+    assert isinstance(ended, HandleEnded)
+    assert (ended.handle, ended.quiesced) == (1, True)
+    assert ended.failure is not None
+    pair.run(CancelTransfer(1))
+    assert written(pair) == bytes(64)
+
+
+def test_a_late_write_ends_twice_and_its_handle_lives_until_the_second(make_pair) -> None:
+    """G2: not quiet with the first completion."""
+    pair = make_pair(stepped=True)
+    pair.fabric.faults(PREFILL.incarnation).late_landing = True
+    pair.run(pair.post(1), CancelTransfer(1))
+    first = pair.executor.poll()
+    while pair.fabric.step() is not None:
+        pass
+    second = pair.executor.poll()
+    assert [(e.handle, e.quiesced) for e in (*first, *second)] == [(1, False), (1, True)]
+    assert pair.executor._handles == {}
+
+
+def test_a_session_that_lost_its_peer_is_not_used_again(make_pair) -> None:
+    """Before the death is polled, a submit may meet it; afterwards the session is new."""
+    pair = make_pair(stepped=True)
+    pair.run(pair.post(1))
+    (link,) = pair.fabric._links
+    pair.fabric.close_link(link, "the wire was cut")
+    (ended,) = pair.run(pair.post(2))
+    assert isinstance(ended, HandleEnded)
+    assert ended.failure is not None
+    assert "PeerGone" in ended.failure.detail
+    assert pair.run(pair.post(3)) == [], "the same life is reached by a new session"
+    while pair.fabric.step() is not None:
+        pass
+    assert {e.handle for e in pair.executor.poll()} == {1, 3}
+
+
+# --- deaths and fences ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_death_of_a_peer_becomes_an_event(make_pair, late: bool) -> None:
+    """Prefill dies; what decode's executor tells its core."""
+    pair = make_pair(stepped=True)
+    pair.run(pair.post(1))
+    executor = Executor(
+        make_setup(),
+        pair.decode,
+        WrittenChannel(),
+        pair.said.append,
+        LocalConsensus(),
+        InlineBackground(),
+        route_missing,
+    )
+    pair.fabric.die(PREFILL.incarnation, late=late)
+    assert executor.poll() == [PeerLost(PREFILL.incarnation, not late, "killed")]
+    fence = [PeerLost(PREFILL.incarnation, True, "its process is gone")]
+    assert executor.execute([FencePeer(PREFILL)]) == ([] if late else fence)
+    if late:
+        while pair.fabric.step() is not None:
+            pass
+        assert executor.poll() == [PeerLost(PREFILL.incarnation, True, "last write landed")]
+        assert executor.execute([FencePeer(PREFILL)]) == fence
+
+
+def test_a_death_ends_the_handles_and_the_session(make_pair) -> None:
+    pair = make_pair(stepped=True)
+    pair.run(pair.post(1))
+    pair.fabric.die(DECODE.incarnation)
+    events = pair.executor.poll()
+    assert PeerLost(DECODE.incarnation, True, "killed") in events
+    (ended,) = [e for e in events if isinstance(e, HandleEnded)]
+    assert (ended.handle, ended.quiesced) == (1, True)
+    assert pair.executor._sessions == {}
+
+
+def test_fencing_a_living_peer_destroys_the_session_and_proves_nothing(make_pair) -> None:
+    pair = make_pair(stepped=True)
+    pair.run(pair.post(1))
+    assert pair.run(FencePeer(DECODE)) == []
+    (ended,) = pair.executor.poll()
+    assert isinstance(ended, HandleEnded)
+    assert (ended.handle, ended.quiesced) == (1, True)
+    assert pair.fabric._links == []
+    assert pair.run(FencePeer(DECODE)) == [], "idempotent"
+
+
+def test_forgetting_a_peer_drops_its_connection_and_its_session(make_pair) -> None:
+    pair = make_pair()
+    pair.run(pair.post(1))
+    pair.executor.poll()
+    pair.run(ForgetPeer(DECODE))
+    assert pair.channel.forgotten == [DECODE.address]
+    assert pair.fabric._links == []
+
+
+def test_lives_remembered_as_fenced_are_bounded(make_pair) -> None:
+    pair = make_pair()
+    deaths = [PeerDied(i.to_bytes(16, "big"), True) for i in range(MAX_FENCED + 10)]
+    pair.executor.transport.poll = lambda: deaths
+    pair.executor.poll()
+    assert len(pair.executor._fenced) == MAX_FENCED
+
+
+@pytest.mark.parametrize(
+    ("revocation", "events"),
+    [(Revocation.SENDER_ACK, []), (Revocation.RECEIVER_ENFORCED, [LeaseRevoked(LEASE)])],
+)
+def test_only_a_transport_that_enforces_answers_a_revoke(make_pair, revocation, events) -> None:
+    assert make_pair(revocation=revocation).run(RevokeLease(LEASE)) == events
+
+
+# --- background calls -------------------------------------------------------------------
+
+
+class HeldBackground:
+    """Runs calls when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable[[], Event], FailedCall]] = []
+
+    def run(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        self.calls.append((call, failed))
+
+    def wake(self) -> None:
+        return None
+
+    def poll(self) -> list[Event]:
+        return []
+
+    def fileno(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def test_d28_a_route_is_asked_for_in_the_background(make_pair) -> None:
+    """D28: and whatever the call raises becomes an answer, or decode would wait for ever."""
+    asked: list[str] = []
+    background = HeldBackground()
+
+    def fetch(bootstrap: str) -> TopologyFetched:
+        asked.append(bootstrap)
+        return route_missing(bootstrap)
+
+    pair = make_pair(fetch=fetch, background=background)
+    assert pair.run(FetchTopology("a:1"), FetchTopology("b:2")) == []
+    assert asked == []
+    answers = [call() for call, _ in background.calls]
+    assert [a.bootstrap for a in answers if isinstance(a, TopologyFetched)] == ["a:1", "b:2"]
+    (_, failed), *_ = background.calls
+    answer = failed(KeyError("surprise"))
+    assert isinstance(answer, TopologyFetched)
+    assert (answer.bootstrap, answer.route) == ("a:1", None)
+    assert answer.failure is not None
+    assert answer.failure.code == "unreachable"
+    assert "KeyError" in answer.failure.detail
