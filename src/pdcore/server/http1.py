@@ -79,6 +79,7 @@ class Connection(asyncio.Protocol):
         "_on_closed",
         "_on_idle",
         "_parser",
+        "_poller",
         "_quiet_bytes",
         "_transport",
         "_watch",
@@ -95,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._on_idle = on_idle
         self._on_closed = on_closed
         self._parser = httptools.HttpResponseParser(self)
+        self._poller: select.poll | None = None
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._watch: _Watch | None = None
@@ -129,9 +131,10 @@ class Connection(asyncio.Protocol):
             return True
         if now_s - self.idle_since_s > self._limits.idle_timeout_s:
             return True
-        poller = select.poll()
-        poller.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poller.poll(0))
+        if self._poller is None:
+            self._poller = select.poll()
+            self._poller.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(self._poller.poll(0))
 
     def abort(self) -> None:
         self._exchange = None
