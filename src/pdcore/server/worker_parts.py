@@ -16,10 +16,11 @@ from pdcore.background import Background
 from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
 from pdcore.control.link import WorkerId, WorkerLink
-from pdcore.control.messages import RankRegistration, WorkerHealth, WorkerReady
+from pdcore.control.messages import WorkerHealth, WorkerReady
 from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.base import ModelRunner
 from pdcore.errors import ConfigError
+from pdcore.scheduler.route import registration_of
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.server.registration import Registration
 from pdcore.server.routes import LOOPBACK_HOSTS, RouteFetcher
@@ -108,7 +109,7 @@ class WorkerParts:
     def _register(self, setup: CoreSetup) -> Registration:
         config = self.config
         client = BootstrapClient(self.clock, token=config.bootstrap_token or None)
-        wanted = rank_registration(config, setup)
+        wanted = registration_of(setup)
         at = setup.layout.coordinates(config.rank)
         key = setup.layout.route_key(at)
 
@@ -222,29 +223,3 @@ def free_memory_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     values = {line.partition(":")[0]: line.split()[1] for line in lines}
     return int(values["MemAvailable"]) << 10
-
-
-def rank_registration(config: WorkerConfig, setup: CoreSetup) -> RankRegistration:
-    """What this rank tells the bootstrap server (R24, D35: layout and model are in it)."""
-    profile = setup.profile()
-    at = setup.layout.coordinates(config.rank)
-    port = int(setup.me.address.rpartition(":")[2])
-    return RankRegistration(
-        attn_tp_size=profile.tp_size,
-        attn_tp_rank=at.tp,
-        attn_cp_size=profile.cp_size,
-        attn_cp_rank=at.cp,
-        attn_dp_size=profile.dp_size,
-        attn_dp_rank=at.dp,
-        rank_ip=config.advertise_host,
-        rank_port=port,
-        block_sizes=dict(profile.block_sizes),
-        kv_cache_dtype=profile.kv_cache_dtype,
-        max_prefill_tokens=profile.max_prefill_tokens,
-        incarnation=setup.me.incarnation.hex(),
-        layout_digest=profile.layout_digest,
-        fingerprint=profile.fingerprint,
-        transport=profile.transport,
-        protocol_min=profile.protocol_min,
-        protocol_max=profile.protocol_max,
-    )

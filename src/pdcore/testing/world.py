@@ -22,8 +22,6 @@ from pdcore.control.memory import FaultPlan, MemoryChannel, MemoryNetwork
 from pdcore.control.messages import (
     Abort,
     Finished,
-    Route,
-    RouteRank,
     Submit,
     SubmitSampling,
     Tokens,
@@ -33,6 +31,7 @@ from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import failure
 from pdcore.fsm.events import Event, TopologyFetched
 from pdcore.local import LocalPort
+from pdcore.scheduler.route import route_of
 from pdcore.transports.base import Revocation
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
@@ -288,23 +287,4 @@ def _route_of(world: World, bootstrap: str) -> TopologyFetched:
     rank = world.ranks.get("prefill")
     if rank is None:
         return TopologyFetched(bootstrap, None, failure("unreachable", "no prefill here"))
-    setup = rank.worker.core.setup
-    profile = setup.profile()
-    me = RouteRank(rank_ip="prefill", rank_port=1, incarnation=setup.me.incarnation.hex())
-    route = Route(
-        attn_tp_size=1,
-        attn_cp_size=1,
-        dp_size=1,
-        block_sizes=dict(profile.block_sizes),
-        kv_cache_dtype=profile.kv_cache_dtype,
-        max_prefill_tokens=profile.max_prefill_tokens,
-        ranks={"0,0,0": me},
-        instance="prefill",
-        epoch=1,
-        layout_digest=profile.layout_digest,
-        fingerprint=profile.fingerprint,
-        transport=profile.transport,
-        protocol_min=profile.protocol_min,
-        protocol_max=profile.protocol_max,
-    )
-    return TopologyFetched(bootstrap, route)
+    return TopologyFetched(bootstrap, route_of([rank.worker.core.setup]))

@@ -9,13 +9,13 @@ from pdcore.config import CoreLimits, InstanceConfig, WorkerConfig, worker_confi
 from pdcore.control.link import LeaderLink
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import ConfigError
+from pdcore.scheduler.route import registration_of
 from pdcore.server.worker_parts import (
     build,
     effective_limits,
     free_memory_bytes,
     load,
     num_blocks,
-    rank_registration,
 )
 
 RUNNER = SimulatedRunner(SimulatedConfig())
@@ -90,7 +90,7 @@ def test_a_worker_is_registered_with_what_decode_must_compare() -> None:
     parts = build(config, lambda text: None)
     try:
         built = parts.assemble(parts.link)
-        told = rank_registration(config, built.core.setup)
+        told = registration_of(built.core.setup)
         assert told.layout_digest == RUNNER.kv_cache_spec.digest()
         assert told.fingerprint == "simulated"
         assert told.kv_cache_dtype == "uint8"
