@@ -7,7 +7,7 @@ pool: forty requests that wait must not delay one that is finished (D43).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pdcore.errors import PdcoreError
@@ -84,7 +84,7 @@ class Pending:
         self._accepted = True
         self._wake()
 
-    def add_tokens(self, token_ids: list[int], logprobs: list[float | None] | None) -> None:
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None] | None) -> None:
         self._accepted = True
         self._tokens.extend(token_ids)
         self._logprobs.extend(logprobs or ())

@@ -199,7 +199,8 @@ class RouterEndpoint:
                 if events := splitter.feed(chunk):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         except (HttpError, sse.EventTooLarge) as error:
-            self._shell.event(LegLost(ticket, attempt, Leg.DECODE, True, str(error)))
+            if not session.is_over:  # else we closed it ourselves
+                self._shell.event(LegLost(ticket, attempt, Leg.DECODE, True, str(error)))
             last = b""
         else:
             self._shell.event(StreamEnded(ticket, attempt))
