@@ -183,7 +183,10 @@ class Dispatcher:
         if isinstance(message, WorkerHealth):
             self.workers.report(message, self._clock.monotonic())
         elif isinstance(message, WorkerReady):
-            self._on_ready(message)
+            try:
+                self._carry_out(self.workers.add(message, self._clock.monotonic()))
+            except ValueError:
+                self.counters["foreign_workers"] += 1
         elif isinstance(message, Aborted):
             self._aborts.resolve(message.key, message.applied)
         elif isinstance(message, Tokens):
@@ -229,14 +232,6 @@ class Dispatcher:
                 f"{len(self._pending)} requests are in flight, the limit is "
                 f"{self.limits.max_pending}; try again later"
             )
-
-    def _on_ready(self, ready: WorkerReady) -> None:
-        try:
-            effects = self.workers.add(ready, self._clock.monotonic())
-        except ValueError:
-            self.counters["foreign_workers"] += 1
-        else:
-            self._carry_out(effects)
 
     def _carry_out(self, effects: Iterable[Effect], drain_s: float = 0.0) -> None:
         for effect in effects:
