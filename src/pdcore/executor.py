@@ -26,6 +26,7 @@ from pdcore.control.messages import (
 from pdcore.errors import CodecError, PeerGone, TransportError, failure
 from pdcore.fsm.effects import (
     CancelTransfer,
+    ConnectPeer,
     Effect,
     FencePeer,
     FetchTopology,
@@ -128,6 +129,8 @@ class Executor:
         match effect:
             case PostTransfer():
                 return self._post(effect)
+            case ConnectPeer():
+                return self._open(effect)
             case CancelTransfer():
                 handle = self._posted.get(effect.handle)
                 if handle is not None:
@@ -159,31 +162,36 @@ class Executor:
 
     def _post(self, effect: PostTransfer) -> list[Event]:
         try:
-            session = self._sessions.get(effect.peer.incarnation)
-            if session is None:
-                session = self._connect(effect)
+            session = self._session(effect.peer, effect.endpoint)
             handle = self.transport.submit(
                 session, effect.batches, RemoteLease(effect.lease, effect.ranges)
             )
         except TransportError as error:
-            if isinstance(error, PeerGone):
-                # A session that lost its peer never comes back: the next transfer to the
-                # same process life connects anew.
-                self._disconnect(effect.peer.incarnation)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
         self._handles[handle] = effect.handle
         self._posted[effect.handle] = handle
         return []
 
-    def _connect(self, effect: PostTransfer) -> PeerSession:
-        """A session belongs to one incarnation: no reconnect by address (rule 7)."""
+    def _open(self, effect: ConnectPeer) -> list[Event]:
         try:
-            endpoint = decode_endpoint(effect.endpoint)
+            self._session(effect.peer, effect.endpoint)
+        except TransportError as error:
+            detail = f"its data plane cannot be reached: {error}"
+            return [PeerLost(effect.peer.incarnation, False, detail)]
+        return []
+
+    def _session(self, peer: PeerRef, descriptor: bytes) -> PeerSession:
+        """A session belongs to one incarnation: no reconnect by address (rule 7)."""
+        known = self._sessions.get(peer.incarnation)
+        if known is not None:
+            return known
+        try:
+            endpoint = decode_endpoint(descriptor)
         except CodecError as error:
             raise TransportError(str(error)) from error
         session = self.transport.connect(endpoint.transport_descriptor)
-        if session.incarnation != effect.peer.incarnation:
+        if session.incarnation != peer.incarnation:
             self.transport.disconnect(session)
             raise TransportError("the descriptor belongs to another process than its sender")
         self._sessions[session.incarnation] = session
@@ -226,10 +234,7 @@ def to_leader(effect: Effect) -> WorkerMessage | None:
     """The message to the leader that this effect is, or None."""
     match effect:
         case ReportTokens():
-            logprobs = None
-            if effect.logprobs is not None:
-                logprobs = [None if row is None else list(row) for row in effect.logprobs]
-            return Tokens(list(effect.keys), list(map(list, effect.token_ids)), logprobs)
+            return Tokens(effect.keys, effect.token_ids, effect.logprobs)
         case ReportAccepted():
             return Accepted(effect.key)
         case ReportAborted():

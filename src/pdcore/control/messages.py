@@ -15,6 +15,7 @@ never pickle (D24, D40), never a pointer (D58).
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -255,9 +256,9 @@ class Tokens(_Message, frozen=True, tag="tokens"):
     message a step: one of a thousand requests costs 40 us to encode, a thousand of one 1 ms
     and as many sends. ``logprobs`` is None when nobody has any."""
 
-    keys: list[RoomKey]
-    token_ids: list[list[Count]]
-    logprobs: list[list[Finite | None] | None] | None = None
+    keys: Sequence[RoomKey]
+    token_ids: Sequence[Sequence[Count]]
+    logprobs: Sequence[Sequence[Finite | None] | None] | None = None
 
 
 class Finished(_Message, frozen=True, tag="finished"):

@@ -32,6 +32,8 @@ class Preallocation:
         self.waiting: OrderedDict[RoomKey, DecodeRecord] = OrderedDict()
         self.line: AdmissionLine[RoomKey] = AdmissionLine()
         self._offered: tuple[int, ...] = ()
+        #: Offered last: only their votes change, however many wait.
+        self._chosen: set[RoomKey] = set()
 
     def add(self, record: DecodeRecord, now: float) -> None:
         bootstrap = record.request.bootstrap
@@ -115,10 +117,14 @@ class Preallocation:
         for need in owed:
             budget.earmark(need)
         chosen = set(self.line.offer(budget, self.rooms.slots.available - num_unseated))
-        for key, record in self.waiting.items():
-            record.receiver.wants_admission = key in chosen
+        for key in self._chosen - chosen:
+            # Those still waiting: who was admitted has left.
+            if key in self.waiting:
+                self.waiting[key].receiver.wants_admission = False
         for key in chosen:
+            self.waiting[key].receiver.wants_admission = True
             self.rooms.touch(key)
+        self._chosen = chosen
 
     def _budgeted(self, num_owed: int) -> tuple[int, ...]:
         """Quarantine takes a holder, and with it its head-room, away without freeing a

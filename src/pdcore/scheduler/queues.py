@@ -192,7 +192,8 @@ class RoomBook(Generic[R]):
         others = self._live.get(key.room, set()) - {request.replaces or 0}
         if others:
             raise RoomInUse(f"room {key.room} is in use; wait for it or use another room")
-        if sum(map(len, self._live.values())) >= self.limits.max_queued_requests:
+        # Rooms, not attempts: an attempt that was replaced has been reported.
+        if len(self._live) >= self.limits.max_queued_requests:
             raise Overloaded(
                 f"{self.limits.max_queued_requests} requests are queued here already; retry later"
             )
