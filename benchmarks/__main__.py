@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 if importlib.util.find_spec("pdcore") is None:  # a checkout that is not installed
     sys.path.insert(0, str(FOLDER.parent / "src"))
+    os.environ["PYTHONPATH"] = str(FOLDER.parent / "src")  # processes that it starts
 
 from benchmarks.common import CheckFailed, Result, table_of  # noqa: E402
 
