@@ -117,6 +117,8 @@ def docs(session: nox.Session) -> None:
         "tests/meta/test_readme.py",
         "tests/meta/test_changelog.py",
         "tests/meta/test_links.py",
+        "tests/meta/test_pages.py",
+        "tests/scenarios/test_examples.py",
         workers=1,
     )
 
