@@ -15,7 +15,6 @@ from pdcore.background import BackgroundCalls
 from pdcore.control.base import ControlChannel
 from pdcore.control.codec import decode_endpoint, encode_frames
 from pdcore.control.messages import (
-    Aborted,
     Accepted,
     Finished,
     Frame,
@@ -35,7 +34,6 @@ from pdcore.fsm.effects import (
     PostTransfer,
     ReduceVotes,
     ReleaseLease,
-    ReportAborted,
     ReportAccepted,
     ReportFinished,
     ReportTokens,
@@ -167,6 +165,10 @@ class Executor:
                 session, effect.batches, RemoteLease(effect.lease, effect.ranges)
             )
         except TransportError as error:
+            if isinstance(error, PeerGone):
+                # A session that lost its peer never comes back: the next transfer to the
+                # same process life connects anew.
+                self._disconnect(effect.peer.incarnation)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
         self._handles[handle] = effect.handle
@@ -237,8 +239,6 @@ def to_leader(effect: Effect) -> WorkerMessage | None:
             return Tokens(effect.keys, effect.token_ids, effect.logprobs)
         case ReportAccepted():
             return Accepted(effect.key)
-        case ReportAborted():
-            return Aborted(effect.key, effect.applied)
         case ReportFinished():
             return Finished(
                 effect.key,

@@ -12,7 +12,6 @@ import pytest
 from pdcore.background import FailedCall
 from pdcore.control.codec import decode_frame
 from pdcore.control.messages import (
-    Aborted,
     Accepted,
     Finished,
     Frame,
@@ -26,16 +25,15 @@ from pdcore.errors import failure
 from pdcore.executor import MAX_FENCED, Executor, to_leader
 from pdcore.fsm.effects import (
     CancelTransfer,
+    ConnectPeer,
     Effect,
     FencePeer,
     FetchTopology,
     ForgetPeer,
     GrantLease,
-    PeerRestarted,
     PostTransfer,
     ReduceVotes,
     ReleaseLease,
-    ReportAborted,
     ReportAccepted,
     ReportFinished,
     ReportTokens,
@@ -224,16 +222,14 @@ def test_every_report_is_a_message_to_the_leader_in_order(make_pair) -> None:
     pair.run(
         ReportAccepted(KEY),
         ReportTokens([KEY], [(5, 6)], [(-0.5, None)]),
-        ReportAborted(KEY, True),
         ReportFinished(KEY, FinishReason.ERROR, why, 8, 2, {"queue": 0.5}),
     )
     assert pair.said == [
         Accepted(KEY),
-        Tokens([KEY], [[5, 6]], [[-0.5, None]]),
-        Aborted(KEY, True),
+        Tokens([KEY], [(5, 6)], [(-0.5, None)]),
         Finished(KEY, "error", why, 8, 2, {"queue": 0.5}),
     ]
-    assert to_leader(ReportTokens([KEY], [(5,)], None)) == Tokens([KEY], [[5]], None)
+    assert to_leader(ReportTokens([KEY], [(5,)], None)) == Tokens([KEY], [(5,)], None)
     assert to_leader(SendMessage(DECODE, Heartbeat(1))) is None
 
 
@@ -242,8 +238,8 @@ def test_a_vote_is_answered_at_once(make_pair) -> None:
 
 
 def test_an_effect_that_nobody_knows_is_our_own_mistake(make_pair) -> None:
-    with pytest.raises(TypeError, match="PeerRestarted"):
-        make_pair().run(PeerRestarted(DECODE, PREFILL.incarnation))
+    with pytest.raises(TypeError, match="Effect"):
+        make_pair().run(Effect())
 
 
 # --- transfers --------------------------------------------------------------------------
@@ -342,6 +338,26 @@ def test_a_session_that_lost_its_peer_is_not_used_again(make_pair) -> None:
     while pair.fabric.step() is not None:
         pass
     assert {e.handle for e in pair.executor.poll()} == {1, 3}
+
+
+def test_a_connection_is_opened_before_anything_is_posted(make_pair) -> None:
+    """Rule 3: whoever claims can be seen to die, also one that has not written yet."""
+    pair = make_pair(stepped=True)
+    connect = ConnectPeer(DECODE, pair.decode_setup.endpoint())
+    assert pair.run(connect, connect) == []
+    assert len(pair.fabric._links) == 1
+    pair.fabric.die(PREFILL.incarnation)
+    (died,) = pair.decode.poll()
+    assert isinstance(died, PeerDied)
+    assert (died.incarnation, died.fenced) == (PREFILL.incarnation, True)
+
+
+@pytest.mark.parametrize("endpoint", [b"garbage", make_setup(transport_descriptor=b"x").endpoint()])
+def test_a_connection_that_cannot_be_opened_is_a_lost_peer(make_pair, endpoint: bytes) -> None:
+    pair = make_pair()
+    (lost,) = pair.run(ConnectPeer(DECODE, endpoint))
+    assert isinstance(lost, PeerLost)
+    assert (lost.incarnation, lost.fenced) == (DECODE.incarnation, False)
 
 
 # --- deaths and fences ------------------------------------------------------------------

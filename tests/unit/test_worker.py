@@ -177,6 +177,41 @@ def test_d45_whatever_an_engine_raises_fails_only_its_batch(side: str, error: Ex
     check_engine_error_is_isolated(make_world(), side, error)
 
 
+ANSWERS = [
+    None,
+    7,
+    StepOutput([]),
+    StepOutput([None]),
+    StepOutput([["7"]]),
+    StepOutput([[-1]]),
+    StepOutput([[1000]]),
+    StepOutput([[7], [7]]),
+    StepOutput([[7]], [[0.1, 0.2]]),
+]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("answer", ANSWERS, ids=repr)
+def test_d45_whatever_an_engine_returns_fails_only_its_batch(side: str, answer: object) -> None:
+    """D45: an answer that does not fit is as good as none."""
+    world = make_world()
+    rank = world.ranks[side]
+    runner = rank.worker.runner
+    run, answered = runner.execute_model, []
+
+    def execute(batch: Batch) -> object:
+        if answered:
+            return run(batch)
+        answered.append(batch)
+        return answer
+
+    runner.execute_model = execute
+    key = world.submit(PROMPT, sampling=FIVE)
+    world.run(lambda: world.decode.result(key) is not None)
+    assert code(world.decode, key) in ("internal", "prefill_failed")
+    assert world.run_request(PROMPT, FIVE) == simulated_tokens(world.model, PROMPT, 5)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_d45_mutant_that_lets_it_end_the_loop_is_caught(
     side: str, monkeypatch: pytest.MonkeyPatch

@@ -142,17 +142,15 @@ def test_a_failure_of_prefill_reaches_the_client_with_its_reason() -> None:
     assert result.failure == why
 
 
-def test_stage_times_of_prefill_enter_the_timeline_once() -> None:
+def test_stage_times_of_prefill_enter_the_timeline_of_their_own_delivery() -> None:
     core = make_decode()
     request, record = transferring(core)
-    for seconds in (1.5, 9.0):
-        status = Status(
-            request.key,
-            LeaseId(DECODE.incarnation, 999),
-            StatusKind.DONE,
-            nonce=NONCE,
-            timings={"queue": seconds},
-        )
+    lease = record.receiver.lease
+    for own, seconds in (
+        (LeaseId(DECODE.incarnation, 999), 9.0),
+        (lease, 1.5),
+    ):
+        status = Status(request.key, own, StatusKind.DONE, nonce=NONCE, timings={"queue": seconds})
         ask(core, status)
     assert record.timeline["prefill_queue"] == 1.5
 
@@ -210,7 +208,7 @@ def test_a_transport_that_enforces_the_lease_frees_at_once() -> None:
     assert core.blocks.ledger()["full"].free == 63
 
 
-# --- quarantine and burial --------------------------------------------------------------
+# --- quarantine --------------------------------------------------------------
 
 
 def draining(core: DecodeCore) -> tuple[GenerateRequest, DecodeRecord]:
@@ -226,61 +224,66 @@ def let_pass(core: DecodeCore, now: float) -> None:
 
 
 def test_a_stopped_process_does_not_age_its_quarantine() -> None:
-    """Rule 6: at most a second per look, however late the look comes."""
+    """Rule 6: at most a second per look, however late the look comes. The period starts when
+    no writer can post any more, because it covers what was posted before."""
     core = make_decode(quarantine_s=3.0)
     request, record = draining(core)
-    ask(core, CancelAck(request.key, record.receiver.lease, NONCE))
+    for now in (1.0, 2.0, 3.0, 4.0):
+        let_pass(core, now)
+    assert record.receiver.quarantine_s == 3.0, "its writer is not over"
+    ask(core, CancelAck(request.key, record.receiver.lease, NONCE), now=4.5)
     assert record.receiver.state is ReceiverState.DRAINING, "acknowledged, but in quarantine"
+    let_pass(core, 5.0)
     let_pass(core, 500.0)
     assert record.receiver.quarantine_s == 3.0 - MAX_AGE_S
-    for now in (501.0, 502.0):
-        assert core.blocks.ledger()["full"].quarantined == 3
-        let_pass(core, now)
+    let_pass(core, 501.0)
+    assert core.blocks.ledger()["full"].quarantined == 3
+    let_pass(core, 502.0)
     assert core.blocks.ledger()["full"].free == 63
 
 
-def test_the_quarantine_of_a_dead_writer_starts_with_its_death() -> None:
-    """It may have posted until then; a repeated proof does not start it again."""
+def test_a_dead_writer_starts_the_quarantine_once() -> None:
+    """Rule 2: the period is the rule where nobody fences; a repeated proof does not start it
+    again."""
     core = make_decode(quarantine_s=3.0)
     request, record = draining(core)
-    for now in (1.0, 2.0, 3.0):
+    for now in range(10, 15):
+        ask(core, Stale(request.key, PREFILL.incarnation), REBORN, float(now))
+        let_pass(core, float(now))
+    assert record.receiver.state is ReceiverState.FAILED
+    assert core.blocks.ledger()["full"].free == 63
+
+
+def test_without_a_quarantine_period_an_unfenced_death_keeps_the_blocks() -> None:
+    """Rule 2: only a fence ends it; it comes from the transport."""
+    core = make_decode(CoreLimits(drain_timeout_s=10.0))
+    request, _ = draining(core)
+    ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 5.0)
+    core.handle_event(PeerLost(PREFILL.incarnation, False, "killed"), 6.0)
+    for now in (10.0, 20.0, 500.0):
         let_pass(core, now)
-    assert record.receiver.quarantine_s == 0.0
-    assert record.receiver.state is ReceiverState.DRAINING
-    ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 10.0)
-    assert record.receiver.quarantine_s == 3.0
-    let_pass(core, 11.0)
-    ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 11.5)
-    for now in (12.0, 13.0):
-        let_pass(core, now)
+        assert core.blocks.ledger()["full"].quarantined == 3
+    core.handle_event(PeerLost(PREFILL.incarnation, True, "last write landed"), 501.0)
+    tick(core, 501.0)
     assert core.blocks.ledger()["full"].free == 63
 
 
 @pytest.mark.parametrize(
-    ("is_death_seen", "proof", "freed"),
+    "stranger",
     [
-        (True, "stale", True),
-        (False, "stale", False),
-        (True, "seen", False),
-        (True, "stale, then seen", False),
-        (True, None, False),
+        REBORN._replace(instance="other"),
+        REBORN._replace(rank=1),
+        PREFILL,
+        REBORN._replace(instance=""),
     ],
 )
-def test_who_is_buried_after_the_drain_time(
-    is_death_seen: bool, proof: str | None, freed: bool
-) -> None:
-    """Only a process proved over, of which a transport that reports every death of a connected
-    peer has said nothing."""
-    core = make_decode(CoreLimits(drain_timeout_s=10.0), is_death_seen=is_death_seen)
-    request, _ = draining(core)
-    if proof is not None and "stale" in proof:
-        ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 5.0)
-    if proof is not None and "seen" in proof:
-        core.handle_event(PeerLost(PREFILL.incarnation, False, "killed"), 6.0)
-    let_pass(core, 10.0)
-    assert core.blocks.ledger()["full"].quarantined == 3, "the proof is younger than the time"
-    let_pass(core, 20.0)
-    assert (core.blocks.ledger()["full"].free == 63) is freed
+def test_only_the_successor_at_the_same_place_proves_a_restart(stranger: PeerRef) -> None:
+    """STALE is believed of nobody else, or a stranger could fail the rooms of a peer."""
+    core = make_decode()
+    request, record = transferring(core)
+    assert ask(core, Stale(request.key, PREFILL.incarnation), stranger) == []
+    assert record.receiver.failure is None
+    assert core.inbox.num_ignored == 1
 
 
 def test_heartbeats_go_to_the_peers_of_rooms_that_are_not_over() -> None:

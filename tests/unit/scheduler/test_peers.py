@@ -130,7 +130,7 @@ def test_a_death_that_the_transport_saw_ends_the_asking() -> None:
 
 
 def until_granted(world: World) -> RoomKey:
-    """Prefill holds a grant and computes; it has never connected to decode."""
+    """Prefill holds a grant and computes; it has written nothing."""
     key = world.submit(PROMPT, sampling=FIVE)
     records = world.decode.worker.core.rooms.records
     world.run(lambda: any(t.nonce for r in records.values() for t in r.receiver.targets.values()))
@@ -225,21 +225,19 @@ def test_a_decode_that_restarts_fails_prefill_fast(until) -> None:
     check_all_back(world)
 
 
-def test_a_writer_that_never_connected_is_buried_after_the_drain_time() -> None:
-    """It was granted, it is proved over, and no fence will ever be reported: without a rule
-    its blocks would stay out for ever."""
+def test_a_writer_that_dies_before_it_wrote_costs_no_block() -> None:
+    """It was granted and had posted nothing. It connects before it claims, so its death is
+    seen and fenced: without that its blocks would stay out for ever."""
     world = make_world(stepped=True, num_blocks=40, limits=CHUNKS)
     until_granted(world)
     start = world.clock.monotonic()
     world.restart("prefill")
     world.run(lambda: drained(world))
-    waited_s = world.clock.monotonic() - start
-    limits = world.decode.options.limits
-    assert limits.drain_timeout_s <= waited_s < limits.drain_timeout_s + 5.0
+    assert world.clock.monotonic() - start < 1.0
     check_all_back(world)
 
 
-def test_a_silent_writer_is_never_buried() -> None:
+def test_a_silent_writer_keeps_its_blocks() -> None:
     """Silence is no proof (rule 2): a stopped prefill may write when it goes on."""
     world = make_world(stepped=True, num_blocks=40, limits=CHUNKS)
     key = until_granted(world)
