@@ -116,11 +116,11 @@ def take_memory(
         placement=placement,
         max_model_len=runner.max_model_len,
         eos_token_ids=runner.eos_token_ids,
+        vocab_size=runner.vocab_size,
         fingerprint=runner.fingerprint,
         transport=transport.name,
         transport_descriptor=transport.descriptor(),
         quarantine_s=caps.quarantine_s if caps.revocation is Revocation.QUARANTINE else 0.0,
-        is_death_seen=caps.detects_peer_death and caps.death_fences,
     )
 
 

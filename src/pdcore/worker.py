@@ -36,7 +36,8 @@ from pdcore.engine.base import ModelRunner
 from pdcore.errors import CodecError, EngineError, InvalidRequest, Overloaded, RoomInUse, failure
 from pdcore.executor import Executor
 from pdcore.fsm.effects import Effect
-from pdcore.fsm.events import Event, MessageReceived, StepCompleted
+from pdcore.fsm.events import Event, MessageReceived, RequestRefused, StepCompleted
+from pdcore.scheduler.outputs import check_output
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.transports.base import Transport
 from pdcore.types import Batch, Failure, GenerateRequest, PeerRef, RoomKey, SamplingParams
@@ -208,6 +209,8 @@ class Worker:
                 if reason is not None:
                     finished = Finished(message.key, "error", reason, 0, 0, {})
                     self.ports.leader.send(finished)
+                    if reason.code != "room_in_use":
+                        self.core.handle_event(RequestRefused(message.key, reason), now)
             case Abort():
                 why = failure("cancelled", message.reason)
                 applied = self.core.abort(
@@ -254,7 +257,8 @@ class Worker:
         """Effects that the batch's scheduling caused go out first, results right after."""
         try:
             output = self.runner.execute_model(batch)
-            done = StepCompleted(batch.batch_id, output)
+            checked = check_output(batch, output, self.runner.vocab_size)
+            done = StepCompleted(batch.batch_id, checked)
         except EngineError as error:
             done = StepCompleted(batch.batch_id, None, failure("internal", str(error)))
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -263,7 +264,7 @@ def test_d20_a_route_that_is_late_is_asked_for_in_time_not_in_tries() -> None:
 
     executor.fetch_route = late
     assert world.run_request(PROMPT, EIGHT) == simulated_tokens(world.model, PROMPT, 8)
-    gaps = [b - a for a, b in zip(asked, asked[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(asked)]
     assert min(gaps) >= world.decode.worker.core.setup.limits.topology_retry_s
 
 

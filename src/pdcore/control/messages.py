@@ -104,7 +104,9 @@ class Status(_Message, frozen=True, tag="status"):
     failure: Failure | None = None
     metadata: bytes | None = None
     #: With DONE: seconds prefill spent per stage, for the client's timeline.
-    timings: dict[str, float] = {}
+    timings: Annotated[
+        dict[Annotated[str, msgspec.Meta(max_length=32)], Finite], msgspec.Meta(max_length=16)
+    ] = {}
 
 
 class StatusAck(_Message, frozen=True, tag="status_ack"):

@@ -13,7 +13,7 @@ import msgspec
 
 from pdcore.control.messages import PeerMessage
 from pdcore.kv.plan import Int64Array, WriteBatch
-from pdcore.types import Failure, FinishReason, Incarnation, LeaseId, PeerRef, RoomKey
+from pdcore.types import Failure, FinishReason, LeaseId, PeerRef, RoomKey
 
 
 class Effect(msgspec.Struct, frozen=True, gc=False):
@@ -42,13 +42,22 @@ class PostTransfer(Effect, frozen=True, gc=False):
     ranges: dict[int, Int64Array] = {}
 
 
+class ConnectPeer(Effect, frozen=True, gc=False):
+    """Open the data plane to this process life before it is asked for a grant: from then on
+    its transport sees our death, so a grant it gives is never open for ever (rule 3). Does
+    nothing when the session exists; a failure comes back as ``PeerLost``."""
+
+    peer: PeerRef
+    endpoint: bytes
+
+
 class CancelTransfer(Effect, frozen=True, gc=False):
     handle: int
 
 
 class FencePeer(Effect, frozen=True, gc=False):
-    """Cut the peer's process life off the data plane if the transport can; answered by
-    ``PeerFenced`` when nothing of it can land any more."""
+    """Cut the peer's process life off the data plane if the transport can; ``PeerLost``
+    with ``fenced`` comes back when nothing of it can land any more."""
 
     peer: PeerRef
 
@@ -98,11 +107,6 @@ class ReportAccepted(Effect, frozen=True, gc=False):
     key: RoomKey
 
 
-class ReportAborted(Effect, frozen=True, gc=False):
-    key: RoomKey
-    applied: bool
-
-
 class ReportTokens(Effect, frozen=True, gc=False):
     """New output tokens of one step, one position per request: one effect, because a step
     of a thousand sequences would otherwise cost a thousand of them. ``logprobs`` is None
@@ -122,10 +126,3 @@ class ReportFinished(Effect, frozen=True, gc=False):
     prompt_tokens: int
     completion_tokens: int
     timeline: dict[str, float]
-
-
-class PeerRestarted(Effect, frozen=True, gc=False):
-    """For logs and metrics: this address now answers as another incarnation."""
-
-    peer: PeerRef
-    former: Incarnation

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdcore.control.messages import PeerMessage, Route
-from pdcore.types import Failure, Incarnation, LeaseId, PeerRef, StepOutput
+from pdcore.types import Failure, Incarnation, LeaseId, PeerRef, RoomKey, StepOutput
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -61,6 +61,14 @@ class VotesReduced(Event, frozen=True, gc=False):
     sequence: int
     votes: tuple[int, ...]
     diverged: bool = False
+
+
+class RequestRefused(Event, frozen=True, gc=False):
+    """The shell did not take this request (draining, overloaded, expired, malformed) and has
+    answered its leader; the other half, which may be waiting already, is told (D11)."""
+
+    key: RoomKey
+    failure: Failure
 
 
 class StepCompleted(Event, frozen=True, gc=False):

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pdcore.control.messages import Cancel, CancelAck, Claim, Handshake, Status, StatusKind
+from pdcore.control.messages import (
+    Cancel,
+    CancelAck,
+    Claim,
+    Handshake,
+    Status,
+    StatusAck,
+    StatusKind,
+)
 from pdcore.errors import failure
 from pdcore.fsm.effects import Effect, SendMessage
 from pdcore.fsm.states import SenderState as S
@@ -31,6 +39,11 @@ class HandshakeFrom(msgspec.Struct, frozen=True):
 class CancelFrom(msgspec.Struct, frozen=True):
     peer: PeerRef
     message: Cancel
+
+
+class StatusAckFrom(msgspec.Struct, frozen=True):
+    peer: PeerRef
+    message: StatusAck
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -213,6 +226,8 @@ class SenderReplies(SenderFacts):
     def answer_again(self, payload: HandshakeFrom) -> Sequence[Effect]:
         """A repeated handshake: the claim or the outcome got lost."""
         leg = self.legs[payload.peer.rank]
+        if self.state is S.BOOTSTRAPPING:
+            return (self._status(leg, StatusKind.QUEUED),)
         if leg.told in (StatusKind.DONE, StatusKind.FAILED):
             return (self._status(leg, leg.told),)
         return () if leg.granted else (self._claim(leg),)

@@ -174,16 +174,16 @@ class Receiver(ReceiverReplies):
         return self.acknowledge(payload)
 
     def record_news(self, payload: StatusFrom) -> Sequence[Effect]:
+        """Handshakes go to real targets only, so a rank that calls itself a dummy belongs to
+        another topology: as good as a failure."""
         target = self.targets[payload.peer.rank]
         message = payload.message
         if message.kind is StatusKind.QUEUED:
             return ()
         target.answered = True
-        if message.kind is StatusKind.DUMMY:
-            target.is_dummy = True
-        elif self.failure is None:
+        if self.failure is None:
             self.failure = message.failure or failure(
-                "prefill_failed", "prefill reported a failure without a reason"
+                "prefill_failed", f"prefill answered {message.kind.name} without a reason"
             )
         return self.acknowledge(payload)
 

@@ -27,9 +27,16 @@ from collections.abc import Sequence
 
 from pdcore.control.messages import StatusKind
 from pdcore.errors import failure
-from pdcore.fsm.effects import CancelTransfer, Effect, FencePeer, PostTransfer
+from pdcore.fsm.effects import CancelTransfer, ConnectPeer, Effect, FencePeer, PostTransfer
 from pdcore.fsm.events import HandleEnded
-from pdcore.fsm.legs import CancelFrom, HandshakeFrom, KvReady, Leg, SenderReplies
+from pdcore.fsm.legs import (
+    CancelFrom,
+    HandshakeFrom,
+    KvReady,
+    Leg,
+    SenderReplies,
+    StatusAckFrom,
+)
 from pdcore.fsm.machine import Event, lifecycle
 from pdcore.fsm.states import SenderState as S
 from pdcore.fsm.table import Lifecycle, Row, StateInfo
@@ -148,7 +155,7 @@ class Sender(SenderReplies):
     failed_locally: Event[Failure]
     deadline_expired: Event[Failure]
     cancel_received: Event[CancelFrom]
-    status_acked: Event[int]
+    status_acked: Event[StatusAckFrom]
     failed: Event[None]
     completed: Event[None]
     quiesced: Event[None]
@@ -163,7 +170,12 @@ class Sender(SenderReplies):
         return () if self.is_handshaken else (self._status(leg, StatusKind.QUEUED),)
 
     def send_claims(self, payload: None) -> Sequence[Effect]:
-        return tuple(self._claim(leg) for leg in self.legs.values())
+        """Connect first: whoever claims can be seen to die."""
+        out: list[Effect] = []
+        for leg in self.legs.values():
+            out.append(ConnectPeer(leg.peer, leg.handshake.endpoint))
+            out.append(self._claim(leg))
+        return out
 
     def mark_granted(self, nonce: Nonce) -> Sequence[Effect]:
         for leg in self.legs.values():
@@ -239,9 +251,15 @@ class Sender(SenderReplies):
             out.extend(self._acks_due())
         return out
 
-    def mark_acked(self, rank: int) -> Sequence[Effect]:
-        leg = self.legs.get(rank)
-        if leg is not None and leg.told is not None:
+    def mark_acked(self, payload: StatusAckFrom) -> Sequence[Effect]:
+        """Only the leg's own decode rank, about what it was told last, silences the resends."""
+        leg = self.legs.get(payload.peer.rank)
+        if (
+            leg is not None
+            and payload.peer.incarnation == leg.peer.incarnation
+            and payload.message.lease == leg.lease
+            and payload.message.kind == leg.told
+        ):
             leg.acked = True
         return ()
 

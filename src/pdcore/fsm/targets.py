@@ -62,11 +62,10 @@ class CancelAckFrom(msgspec.Struct, frozen=True):
 class Target:
     """One prefill rank this receiver needs."""
 
-    __slots__ = ("answered", "cancel_answered", "is_dummy", "nonce", "over", "peer", "record")
+    __slots__ = ("answered", "cancel_answered", "nonce", "over", "peer", "record")
 
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
-        self.is_dummy = False
         #: The one nonce granted, ever.
         self.nonce: Nonce | None = None
         #: That nonce can write no more: acknowledged, Done, or dead and fenced.
@@ -142,14 +141,17 @@ class ReceiverFacts:
         return (
             self.failure is None
             and bool(self.targets)
-            and all(t.is_dummy or t.record is not None for t in self.targets.values())
+            and all(t.record is not None for t in self.targets.values())
         )
 
     @property
     def is_quiet(self) -> bool:
-        return self.quarantine_s <= 0 and all(
-            t.nonce is None or t.over for t in self.targets.values()
-        )
+        return self.quarantine_s <= 0 and self.are_writers_over
+
+    @property
+    def are_writers_over(self) -> bool:
+        """Every granted nonce is acknowledged, Done, or of a dead writer (rule 3)."""
+        return all(t.nonce is None or t.over for t in self.targets.values())
 
     @property
     def record(self) -> MetadataRecord | None:
@@ -175,6 +177,8 @@ class ReceiverFacts:
             and self.failure is None
             and payload.message.lease == self.lease
             and target.peer.incarnation == payload.peer.incarnation
+            # Only that life can ever acknowledge it.
+            and payload.message.nonce.incarnation == payload.peer.incarnation
             and target.nonce in (None, payload.message.nonce)
         )
 

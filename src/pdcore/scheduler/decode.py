@@ -124,7 +124,7 @@ class DecodeCore:
             case PeerLost():
                 self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
                 gone = PeerRef("", 0, event.incarnation, "")
-                self.inbox.lose_peer(gone, event.detail, event.fenced, now, is_seen=True)
+                self.inbox.lose_peer(gone, event.detail, event.fenced, now)
             case LeaseRevoked():
                 self.inbox.revoke(event, now)
             case _:
@@ -154,7 +154,6 @@ class DecodeCore:
                 self.rooms.resend(record, now)
             elif kind == "drain":
                 self.rooms.emit(record, receiver.drain_expired(), now)
-                self.inbox.bury(record, now)
                 self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
             else:
                 self.rooms.forget(key)

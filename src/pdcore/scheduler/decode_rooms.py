@@ -7,7 +7,7 @@ and gives it back when the receiver is quiet; :class:`DecodeInbox` answers prefi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from pdcore.control.codec import pack_block_ids
 from pdcore.control.messages import (
@@ -43,16 +43,10 @@ from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
 MAX_AGE_S: Final = 1.0
 
 
-class Death(NamedTuple):
-    at_s: float
-    #: Then the transport also says when the last byte has landed.
-    is_seen: bool
-
-
 class DecodeRecord(RoomRecord):
     """One (room, attempt) on this decode rank (R68)."""
 
-    __slots__ = ("dead", "num_required", "receiver", "seq", "slot")
+    __slots__ = ("aged_s", "num_required", "receiver", "seq", "slot")
 
     def __init__(
         self, request: GenerateRequest, lease: LeaseId, seq_id: int, now: float, quarantine_s: float
@@ -66,8 +60,8 @@ class DecodeRecord(RoomRecord):
         self.slot: MetadataSlot | None = None
         #: Handshakes each prefill rank waits for (R58).
         self.num_required = 1
-        #: Writers proved dead and not fenced -> (when, whether the transport saw it).
-        self.dead: dict[Incarnation, Death] = {}
+        #: When the quarantine was last counted down; None before it runs.
+        self.aged_s: float | None = None
 
     @property
     def entity(self) -> Receiver:
@@ -93,7 +87,6 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         self.peers = PeerBook(setup.limits.heartbeat_misses)
         self.slots = MetadataSlots(setup.limits.num_metadata_slots)
         self._endpoint = setup.endpoint()
-        self._aged_s = 0.0
 
     def emit(self, record: DecodeRecord, effects: Iterable[Effect] | None, now: float) -> None:
         """Queue a receiver's effects; None means the event was ignored."""
@@ -141,23 +134,28 @@ class DecodeRooms(RoomBook[DecodeRecord]):
             self.slots.quarantine(record.slot)
 
     def arm_quarantine(self, now: float) -> None:
-        """QUARANTINE transports only: count the period down, second by second."""
-        if self.setup.quarantine_s > 0 and not self.timers.is_armed("quarantine", "clock"):
-            self._aged_s = now
-            self.timers.arm("quarantine", "clock", now + MAX_AGE_S)
+        """QUARANTINE transports only: count the period down, step by step."""
+        period_s = self.setup.quarantine_s
+        if period_s > 0 and not self.timers.is_armed("quarantine", "clock"):
+            self.timers.arm("quarantine", "clock", now + min(MAX_AGE_S, period_s))
 
     def age_quarantine(self, now: float) -> None:
-        """At most a second per call, so that a stopped process does not age it (rule 6)."""
-        elapsed_s = min(now - self._aged_s, MAX_AGE_S)
-        waiting = [
+        """The period runs from the moment at which no writer can post any more: it covers
+        what was posted before. At most a second per look, so that a stopped process does
+        not age it (rule 6)."""
+        draining = [
             record
             for record in self.records.values()
             if record.receiver.state is ReceiverState.DRAINING and record.receiver.quarantine_s > 0
         ]
-        for record in waiting:
-            record.receiver.quarantine_s -= elapsed_s
-            self.touch(record.key)
-        if waiting:
+        for record in draining:
+            if not record.receiver.are_writers_over:
+                continue
+            if record.aged_s is not None:
+                record.receiver.quarantine_s -= min(now - record.aged_s, MAX_AGE_S)
+                self.touch(record.key)
+            record.aged_s = now
+        if draining:
             self.arm_quarantine(now)
 
     def release(self, record: DecodeRecord) -> None:
@@ -186,6 +184,16 @@ class DecodeRooms(RoomBook[DecodeRecord]):
             if not record.is_over
             for part in record.receiver.targets.values()
         ]
+
+    def is_place_of(self, peer: PeerRef, incarnation: Incarnation) -> bool:
+        """Does a target in that process life name this instance and rank, and is this
+        another life there?"""
+        return peer.incarnation != incarnation and any(
+            (target.peer.instance, target.peer.rank) == (peer.instance, peer.rank)
+            for record in self.records_of(incarnation)
+            for target in record.receiver.targets.values()
+            if target.peer.incarnation == incarnation
+        )
 
     def records_of(self, incarnation: Incarnation) -> list[DecodeRecord]:
         """Records with a target in that process life."""
@@ -254,12 +262,11 @@ class DecodeInbox:
         message = payload.message
         record = self.rooms.records.get(message.key)
         if record is not None:
-            effects = record.receiver.status_received(payload)
-            for stage, seconds in message.timings.items():
-                record.timeline.setdefault(f"prefill_{stage}", seconds)
-            if message.kind is StatusKind.DONE:
+            if record.receiver.is_done_of_grant(payload):
+                for stage, seconds in message.timings.items():
+                    record.timeline.setdefault(f"prefill_{stage}", seconds)
                 record.mark("received", now)
-            self.rooms.emit(record, effects, now)
+            self.rooms.emit(record, record.receiver.status_received(payload), now)
         elif message.kind is not StatusKind.QUEUED:
             # Nothing of the room is left here: let the sender stop resending.
             ack = StatusAck(message.key, message.lease, message.kind)
@@ -267,7 +274,11 @@ class DecodeInbox:
 
     def _restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
         """The prefill rank lives in another process: its old life will not answer. Proof
-        of death, not of quiescence: ask the transport to fence it (rule 2)."""
+        of death, not of quiescence: ask the transport to fence it (rule 2). Only the
+        successor at the same place can prove it."""
+        if not self.rooms.is_place_of(peer, message.addressed):
+            self.num_ignored += 1
+            return
         former = PeerRef(peer.instance, peer.rank, message.addressed, peer.address)
         self.lose_peer(former, f"{peer.instance} rank {peer.rank} restarted", False, now)
 
@@ -283,38 +294,20 @@ class DecodeInbox:
         if died is not None:
             self.lose_peer(died.peer, died.detail, False, now)
 
-    def lose_peer(
-        self, peer: PeerRef, detail: str, fenced: bool, now: float, *, is_seen: bool = False
-    ) -> None:
+    def lose_peer(self, peer: PeerRef, detail: str, fenced: bool, now: float) -> None:
         """Fails exactly the rooms of that process life (architecture, section 2). Without
-        a fence its claims stay open: ask the transport for one (rule 2). ``is_seen``: it
-        was the transport that reported the death."""
+        a fence its claims stay open: ask the transport for one (rule 2). It can answer,
+        because a prefill rank connects before it claims."""
         self.restarted.append(peer.incarnation)
         for record in self.rooms.records_of(peer.incarnation):
             receiver = record.receiver
-            known = record.dead.get(peer.incarnation)
             if fenced:
                 self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
-            elif known is None or is_seen:
-                record.dead[peer.incarnation] = Death(now if known is None else known.at_s, is_seen)
-            if known is None and not fenced and self.rooms.setup.quarantine_s > 0:
-                # Nobody can fence here: the period is the rule, and it starts with the last
-                # moment at which the writer may have posted something.
-                receiver.quarantine_s = self.rooms.setup.quarantine_s
+            elif self.rooms.setup.quarantine_s > 0:
+                # Nobody can fence here: a dead writer posts nothing more, and the period
+                # that follows is the rule for what it had posted.
                 self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
-                self.rooms.arm_quarantine(now)
             lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
             self.rooms.emit(record, receiver.failed_locally(lost), now)
         if not fenced:
             self.rooms.out.append(FencePeer(peer))
-
-    def bury(self, record: DecodeRecord, now: float) -> None:
-        """A writer was granted, never connected, and its process is proved over: no fence
-        will ever be reported, because the transport does not know it. Where every death of
-        a connected peer is reported, silence for a whole ``drain_timeout_s`` says so, and
-        the blocks need not stay out for ever."""
-        setup = self.rooms.setup
-        if setup.is_death_seen:
-            for incarnation, death in record.dead.items():
-                if not death.is_seen and now - death.at_s >= setup.limits.drain_timeout_s:
-                    self.rooms.emit(record, record.receiver.writer_fenced(incarnation), now)

@@ -26,6 +26,7 @@ from pdcore.fsm.events import (
     HandleEnded,
     MessageReceived,
     PeerLost,
+    RequestRefused,
     StepCompleted,
     VotesReduced,
 )
@@ -40,7 +41,7 @@ from pdcore.scheduler.batch import (
     select_prefill,
 )
 from pdcore.scheduler.prefill_rooms import PrefillInbox, PrefillRecord, PrefillRooms
-from pdcore.scheduler.queues import finish_reason_of, ledger_totals, refusal
+from pdcore.scheduler.queues import Tombstone, finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Batch, Failure, FinishReason, GenerateRequest, RoomKey
 
@@ -123,6 +124,9 @@ class PrefillCore:
             case VotesReduced():
                 for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
+            case RequestRefused() if event.key not in self.rooms.records:
+                self.rooms.tombstones.put(event.key, Tombstone(event.failure), now)
+                self.inbox.answer_parked(event.key, now)
             case PeerLost():
                 self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
                 self.inbox.lose_peer(event.incarnation, event.detail, now)
@@ -149,6 +153,9 @@ class PrefillCore:
             elif kind == "drain":
                 self.rooms.emit(record, sender.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+            elif now < record.deadline_s and sender.unanswered():
+                # Decode may be cut off: the outcome is told until its own deadline.
+                self.rooms.timers.arm("linger", key, record.deadline_s)
             else:
                 self.rooms.forget(key)
 

@@ -32,7 +32,7 @@ from pdcore.control.messages import (
 from pdcore.errors import CodecError, IncompatibleError, failure
 from pdcore.fsm.effects import Effect, PostTransfer, SendMessage
 from pdcore.fsm.events import HandleEnded, MessageReceived
-from pdcore.fsm.legs import CancelFrom, HandshakeFrom
+from pdcore.fsm.legs import CancelFrom, HandshakeFrom, StatusAckFrom
 from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState
 from pdcore.kv.cache import KVBlocks
@@ -130,6 +130,16 @@ class PrefillRooms(RoomBook[PrefillRecord]):
             for part in record.sender.legs.values()
         ]
 
+    def is_place_of(self, peer: PeerRef, incarnation: Incarnation) -> bool:
+        """Does a leg to that process life name this instance and rank, and is this another
+        life there?"""
+        return peer.incarnation != incarnation and any(
+            (leg.peer.instance, leg.peer.rank) == (peer.instance, peer.rank)
+            for record in self.records_of(incarnation)
+            for leg in record.sender.legs.values()
+            if leg.peer.incarnation == incarnation
+        )
+
     def records_of(self, incarnation: Incarnation) -> list[PrefillRecord]:
         """Records with a leg to that process life."""
         return [
@@ -141,6 +151,10 @@ class PrefillRooms(RoomBook[PrefillRecord]):
     def _post(self, record: PrefillRecord, effect: PostTransfer, now: float) -> None:
         """Live from here on, executed or not (section 3)."""
         self._handles[effect.handle] = record.key
+        if record.sender.failure is not None:
+            # An earlier leg of the same list could not be planned (rule 9).
+            self.end_handle(HandleEnded(effect.handle, True), now)
+            return
         handshake = record.sender.legs[effect.peer.rank].handshake
         try:
             destination = self.destination(effect.peer, handshake.endpoint)
@@ -200,13 +214,14 @@ class PrefillInbox:
             case Cancel():
                 self._cancel(CancelFrom(peer, message), now)
             case Grant():
-                self._to_sender(message.key, now, "grant", message)
+                self._to_sender(message, now)
             case Refuse():
-                self._to_sender(message.key, now, "refuse", message)
+                self._to_sender(message, now)
             case StatusAck():
                 record = self.rooms.records.get(message.key)
                 if record is not None:
-                    self.rooms.emit(record, record.sender.status_acked(peer.rank), now)
+                    acked = record.sender.status_acked(StatusAckFrom(peer, message))
+                    self.rooms.emit(record, acked, now)
             case Heartbeat():
                 self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
             case HeartbeatAck():
@@ -250,12 +265,12 @@ class PrefillInbox:
 
     def _problem(self, record: PrefillRecord, payload: HandshakeFrom) -> Failure | None:
         """Why this handshake cannot be served, or None (D14, D19, section 2)."""
-        expected = record.request.decode
         message = payload.message
-        if expected and payload.peer.instance != expected:
+        if not self._is_expected(record, payload.peer):
             return failure(
                 "handshake_rejected",
-                f"the request names decode instance {expected}, not {payload.peer.instance}",
+                f"the request names decode instance {record.request.decode}, "
+                f"not {payload.peer.instance}",
             )
         if (message.num_tokens, message.ids_hash) != (
             record.seq.num_prompt_tokens,
@@ -272,6 +287,10 @@ class PrefillInbox:
             return failure("incompatible", str(error))
         return None
 
+    def _is_expected(self, record: PrefillRecord, peer: PeerRef) -> bool:
+        """Both legs name the chosen instances; nobody else decides anything (section 2)."""
+        return record.request.decode in ("", peer.instance)
+
     def _cancel(self, payload: CancelFrom, now: float) -> None:
         """Nonces of other incarnations are STALE, never acknowledged (rule 2)."""
         message = payload.message
@@ -280,27 +299,32 @@ class PrefillInbox:
             stale = Stale(message.key, nonce.incarnation)
             self.rooms.out.append(SendMessage(payload.peer, stale))
         record = self.rooms.records.get(message.key)
-        if record is not None:
+        if record is not None and self._is_expected(record, payload.peer):
             self.rooms.emit(record, record.sender.cancel_received(payload), now)
             return
-        self.parked.pop(message.key, now)
+        if record is None:
+            self.parked.pop(message.key, now)
         own: list[Nonce | None] = [n for n in message.nonces if n not in foreign]
         for held in own or [None]:
             ack = CancelAck(message.key, message.lease, held)
             self.rooms.out.append(SendMessage(payload.peer, ack))
 
-    def _to_sender(self, key: RoomKey, now: float, what: str, message: Grant | Refuse) -> None:
-        record = self.rooms.records.get(key)
+    def _to_sender(self, message: Grant | Refuse, now: float) -> None:
+        record = self.rooms.records.get(message.key)
         if record is None or message.nonce.incarnation != self.me.incarnation:
             self.num_ignored += 1
             return
-        sender = record.sender
-        event = sender.claim_granted if what == "grant" else sender.claim_refused
-        if what == "grant":
+        if isinstance(message, Grant):
             record.mark("granted", now)
-        self.rooms.emit(record, event(message.nonce), now)
+            self.rooms.emit(record, record.sender.claim_granted(message.nonce), now)
+        else:
+            self.rooms.emit(record, record.sender.claim_refused(message.nonce), now)
 
     def _peer_restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
+        """Only the successor at the same place can prove a restart."""
+        if not self.rooms.is_place_of(peer, message.addressed):
+            self.num_ignored += 1
+            return
         self.lose_peer(message.addressed, f"{peer.instance} rank {peer.rank} restarted", now)
 
     def _answer_stale(self, peer: PeerRef, addressed: Incarnation, message: PeerMessage) -> None:
@@ -322,9 +346,11 @@ class PrefillInbox:
             lost = failure("peer_lost", f"a decode rank is gone: {detail}")
             self.rooms.emit(record, record.sender.failed_locally(lost), now)
             for leg in record.sender.legs.values():
-                if leg.peer.incarnation == incarnation:
+                if leg.peer.incarnation == incarnation and leg.told is not None:
                     # Nobody is left to acknowledge the outcome.
-                    self.rooms.emit(record, record.sender.status_acked(leg.peer.rank), now)
+                    ack = StatusAck(record.key, leg.lease, leg.told)
+                    acked = record.sender.status_acked(StatusAckFrom(leg.peer, ack))
+                    self.rooms.emit(record, acked, now)
 
     def _status(self, payload: HandshakeFrom, kind: StatusKind, reason: Failure | None) -> None:
         message = payload.message

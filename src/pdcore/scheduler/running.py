@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pdcore.errors import EngineError, failure
 from pdcore.fsm.effects import ReportTokens
@@ -25,7 +25,7 @@ from pdcore.scheduler.batch import (
 )
 from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
 from pdcore.scheduler.retraction import retract_until_fits
-from pdcore.scheduler.sequence import StepResult, commit_tokens
+from pdcore.scheduler.sequence import Sequence, StepResult, commit_tokens
 from pdcore.types import Batch, Failure, FinishReason, Phase
 
 
@@ -61,6 +61,16 @@ class Running:
     def start(self, record: DecodeRecord, metadata: MetadataRecord, now: float) -> None:
         """KV and first token are here."""
         setup, seq = self.rooms.setup, record.seq
+        if metadata.output_token_id >= setup.vocab_size:
+            # One peer's token must not cost the batch of all others (D18).
+            self.records[seq.seq_id] = record
+            why = failure(
+                "bad_metadata",
+                f"prefill sampled token {metadata.output_token_id}, the vocabulary has "
+                f"{setup.vocab_size}",
+            )
+            self._end(record, FinishReason.ERROR, why, now)
+            return
         seq.complete_prefill()
         logprobs = None if metadata.logprob is None else [metadata.logprob]
         commit_tokens(
@@ -100,7 +110,7 @@ class Running:
     def _resume(self, batch_id: int) -> Batch | None:
         """A prefill batch of retracted sequences, if any of them finds blocks."""
         chunks = select_prefill(
-            (record.seq for record in self.resuming.values()),
+            self._resumable(),
             self.blocks,
             self.limits.prefill_chunk_tokens,
             self.limits.max_running,
@@ -109,6 +119,16 @@ class Running:
             return None
         self._chunks = chunks
         return build_prefill_batch(batch_id, chunks, self.blocks)
+
+    def _resumable(self) -> Iterator[Sequence]:
+        """In order, up to the first that would not fit whole: one that gets half of its blocks
+        keeps them from everybody, itself included."""
+        budget = self.blocks.budget()
+        for record in self.resuming.values():
+            seq = record.seq
+            if not budget.try_take(self.blocks.need(seq.seq_id, 0, seq.num_tokens + 1)):
+                return
+            yield seq
 
     def complete(self, event: StepCompleted, now: float) -> None:
         """Tokens of the batch handed out last; a failed step fails its requests only."""

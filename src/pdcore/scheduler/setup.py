@@ -12,7 +12,7 @@ from pdcore.control.codec import (
     encode_endpoint,
 )
 from pdcore.control.messages import Endpoint
-from pdcore.errors import IncompatibleError
+from pdcore.errors import ConfigError, IncompatibleError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.topology import InstanceProfile, ParallelLayout
 from pdcore.types import PeerRef
@@ -23,9 +23,7 @@ class CoreSetup:
     """Identity, limits and memory of one rank.
 
     ``group_size`` is the TP x CP group that moves in lockstep (1: alone).
-    ``quarantine_s`` (0 but on QUARANTINE transports) and ``is_death_seen`` (the transport
-    reports and fences the death of every process that ever connected) come from the
-    transport's capabilities.
+    ``quarantine_s`` (0 but on QUARANTINE transports) comes from the transport's capabilities.
     """
 
     me: PeerRef
@@ -39,8 +37,16 @@ class CoreSetup:
     transport_descriptor: bytes = b""
     layout: ParallelLayout = attrs.field(factory=lambda: ParallelLayout(1))
     group_size: int = 1
+    #: Token ids are below it; a peer's first token is checked against it.
+    vocab_size: int = 1 << 31
     quarantine_s: float = 0.0
-    is_death_seen: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.group_size != 1:
+            raise ConfigError(
+                f"group_size {self.group_size}: groups of several ranks need a collective and a "
+                "broadcast of arrivals, which this version does not have; run one rank per group"
+            )
 
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""

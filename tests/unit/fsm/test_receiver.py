@@ -242,11 +242,15 @@ def test_done_of_every_required_rank_with_valid_metadata_is_the_completion() -> 
     assert receiver.record.output_token_id == 42, "the lowest required rank's record counts"
 
 
-def test_a_dummy_is_not_waited_for() -> None:
+def test_a_rank_that_calls_itself_a_dummy_completes_nothing() -> None:
+    """A handshake goes to real targets only: a DUMMY says that the topologies differ, and must
+    not end the wait for a rank that may be writing."""
     receiver = granted(ranks=2)
     receiver.status_received(done(0))
     receiver.status_received(status(1, StatusKind.DUMMY))
-    assert receiver.vote() == LOCALLY_DONE
+    assert receiver.vote() == FAILED
+    assert receiver.failure is not None
+    assert receiver.failure.code == "prefill_failed"
 
 
 def test_a_done_that_nobody_granted_completes_nothing() -> None:

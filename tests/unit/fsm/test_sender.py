@@ -13,6 +13,7 @@ from pdcore.control.messages import (
     Claim,
     Handshake,
     Status,
+    StatusAck,
     StatusKind,
 )
 from pdcore.errors import failure
@@ -30,6 +31,7 @@ from pdcore.fsm.legs import (
     FirstToken,
     HandshakeFrom,
     KvReady,
+    StatusAckFrom,
 )
 from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState as S
@@ -438,5 +440,12 @@ def test_what_is_not_answered_is_resent() -> None:
     sender.failed_locally(ENGINE)
     (again,) = messages(sender.unanswered(), Status)
     assert again.message.kind is StatusKind.FAILED
-    sender.status_acked(0)
+    leg = sender.legs[0]
+    told = StatusAck(sender.key, leg.lease, StatusKind.FAILED)
+    sender.status_acked(StatusAckFrom(leg.peer, StatusAck(sender.key, leg.lease, StatusKind.DONE)))
+    sender.status_acked(StatusAckFrom(leg.peer._replace(incarnation=bytes(16)), told))
+    foreign = StatusAck(sender.key, LeaseId(leg.lease.incarnation, 999), StatusKind.FAILED)
+    sender.status_acked(StatusAckFrom(leg.peer, foreign))
+    assert sender.unanswered(), "only the leg's own rank, about what it was told, counts"
+    sender.status_acked(StatusAckFrom(leg.peer, told))
     assert sender.unanswered() == []

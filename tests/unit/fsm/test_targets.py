@@ -65,7 +65,6 @@ def test_votes_answer_the_question_of_the_committed_state() -> None:
         (facts(S.TRANSFERRING, target(nonce=nonce)), PENDING),
         (facts(S.TRANSFERRING, target(record=record())), LOCALLY_DONE),
         (facts(S.TRANSFERRING, target(record=record()), target(1)), PENDING),
-        (facts(S.TRANSFERRING, target(record=record()), target(1, is_dummy=True)), LOCALLY_DONE),
         (facts(S.TRANSFERRING, target(record=record()), failure=WHY), FAILED),
         (facts(S.DRAINING, target(nonce=nonce), failure=WHY), NOT_QUIESCED),
         (facts(S.DRAINING, target(nonce=nonce, over=True), failure=WHY), QUIESCED),
