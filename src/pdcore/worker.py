@@ -206,7 +206,10 @@ class Worker:
         match message:
             case Submit():
                 reason = self._submit(message, now)
-                if reason is not None:
+                if reason is not None and message.key in self.core.live_keys():
+                    # A repeated Submit: the dispatch it repeats will have its own result.
+                    log.warning("ignored a repeated submit of %s", message.key)
+                elif reason is not None:
                     finished = Finished(message.key, "error", reason, 0, 0, {})
                     self.ports.leader.send(finished)
                     if reason.code != "room_in_use":
@@ -281,6 +284,8 @@ class Worker:
         totals = {**attrs.asdict(self.core.snapshot()), **attrs.asdict(self.counters)}
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
         problems = self.problems()
+        if stuck := int(counters.get("stuck", 0)):
+            problems = [*problems, f"{stuck} rooms wait for a peer that does not acknowledge"]
         if counters.get("is_diverged"):
             problems = [*problems, "the ranks of its group held different requests: restart it"]
         rank = self.core.setup.me.rank

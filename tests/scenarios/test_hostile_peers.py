@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
+from pdcore.control.codec import decode_frame, encode_frames
 from pdcore.control.messages import (
     Cancel,
+    CancelAck,
     Claim,
+    Finished,
     Stale,
     Status,
     StatusAck,
     StatusKind,
+    WorkerHealth,
 )
 from pdcore.engine.simulated import simulated_tokens
 from pdcore.fsm.events import MessageReceived
@@ -189,3 +194,51 @@ def test_quarantine_runs_from_the_last_moment_a_writer_could_post() -> None:
 
     world.run(is_released)
     assert world.clock.monotonic() - healed >= period_s
+
+
+def swallow_acks(world: World) -> None:
+    """A prefill rank that answers everything but cancels."""
+    channel = world.prefill.worker.ports.channel
+    send = channel.send
+
+    def mute(to: str, data: bytes) -> bool:
+        frame = decode_frame(data)
+        kept = [m for m in frame.messages if not isinstance(m, CancelAck)]
+        changed = msgspec.structs.replace(frame, messages=kept)
+        return all(send(to, part) for part in encode_frames(changed)) if kept else True
+
+    channel.send = mute
+
+
+def test_a_stuck_peer_shows_in_health_and_gets_no_more_grants() -> None:
+    """Rule 6: its blocks stay out, counted; readiness says so; beyond its share of the pool
+    it is granted nothing, and the request fails with 503 instead of adding to the pile."""
+    limits = CoreLimits(drain_timeout_s=5.0, quarantine_share=0.2)
+    world = make_world(num_blocks=40, stepped=True, seed=3, limits=limits)
+    key = world.submit([7] * 60, sampling=FIVE)
+    world.run(lambda: any(a.kind == "move" for a in world.fabric.pending()))
+    swallow_acks(world)
+    world.abort(key)
+    until = world.clock.monotonic() + 12.0
+    world.run(lambda: world.clock.monotonic() > until)
+    snapshot = world.decode.worker.core.snapshot()
+    assert (snapshot.stuck, snapshot.kv_quarantined) == (1, 16)
+    reports = [m for m in world.decode.said if isinstance(m, WorkerHealth)]
+    assert reports[-1].problems == ["1 rooms wait for a peer that does not acknowledge"]
+    after = world.submit(PROMPT, sampling=FIVE)
+    world.run(lambda: world.decode.result(after) is not None)
+    result = world.decode.result(after)
+    assert result is not None
+    assert result.failure is not None
+    assert (result.failure.code, result.failure.http_status) == ("unavailable", 503)
+
+
+def test_a_repeated_submit_does_not_end_the_first() -> None:
+    """The leader link may repeat a message: one key has one result."""
+    world = make_world(seed=3)
+    key = world.submit(PROMPT, sampling=FIVE)
+    world.submit(PROMPT, key=key, sampling=FIVE)
+    world.run(lambda: world.decode.result(key) is not None)
+    results = [m for m in world.decode.said if isinstance(m, Finished) and m.key == key]
+    assert [r.failure for r in results] == [None]
+    assert world.decode.tokens(key) == simulated_tokens(world.model, PROMPT, 5)

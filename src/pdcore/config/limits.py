@@ -17,7 +17,10 @@ class CoreLimits:
     """
 
     max_queued_requests: int = bounded(
-        256, "requests", "queued and not yet running; more are answered 429 (D60)", low=1
+        256,
+        "requests",
+        "without a result yet, running ones too; more are answered 429 (D60)",
+        low=1,
     )
     max_prefill_tokens: int = bounded(
         8192, "tokens", "longest prompt and budget of one prefill step (R87)", low=1, seed="8192"

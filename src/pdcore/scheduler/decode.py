@@ -48,6 +48,8 @@ class DecodeSnapshot:
     prealloc: int
     transfer: int
     draining: int
+    #: Of these, the ones whose peer has not acknowledged for ``drain_timeout_s`` (rule 6).
+    stuck: int
     running: int
     num_ignored: int
     is_diverged: bool
@@ -153,6 +155,7 @@ class DecodeCore:
             elif kind == "resend":
                 self.rooms.resend(record, now)
             elif kind == "drain":
+                record.is_stuck = True
                 self.rooms.emit(record, receiver.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
             else:
@@ -195,6 +198,7 @@ class DecodeCore:
             prealloc=len(self.prealloc.waiting),
             transfer=states.count(S.TRANSFERRING),
             draining=states.count(S.DRAINING),
+            stuck=sum(r.is_stuck and not r.is_over for r in self.rooms.records.values()),
             running=len(self.running),
             num_ignored=self.inbox.num_ignored,
             is_diverged=self.rooms.is_diverged,

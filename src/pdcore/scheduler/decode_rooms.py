@@ -252,11 +252,34 @@ class DecodeInbox:
             refuse = Refuse(message.key, message.nonce, "this room is not known here")
             self.rooms.out.append(SendMessage(payload.peer, refuse))
             return
+        if self._is_over_share(payload.peer.incarnation):
+            refuse = Refuse(message.key, message.nonce, "too much of the pool waits for this peer")
+            self.rooms.out.append(SendMessage(payload.peer, refuse))
+            why = failure(
+                "unavailable",
+                f"prefill {payload.peer.instance} rank {payload.peer.rank} does not acknowledge "
+                "earlier transfers; it gets no new ones until it does",
+            )
+            self.rooms.emit(record, record.receiver.failed_locally(why), now)
+            return
         effects = record.receiver.claim_received(payload)
         target = record.receiver.targets.get(payload.peer.rank)
         if target is not None and target.nonce == message.nonce:
             record.mark("granted", now)
         self.rooms.emit(record, effects, now)
+
+    def _is_over_share(self, incarnation: Incarnation) -> bool:
+        """Rule 6: whoever keeps more than ``quarantine_share`` of the pool out gets no grants."""
+        rooms = self.rooms
+        ledgers = rooms.blocks.ledger().values()
+        if not any(ledger.quarantined for ledger in ledgers):
+            return False
+        out = sum(
+            rooms.blocks.num_held(record.seq.seq_id)
+            for record in rooms.records_of(incarnation)
+            if record.receiver.state is ReceiverState.DRAINING
+        )
+        return out > rooms.limits.quarantine_share * sum(ledger.total for ledger in ledgers)
 
     def _status(self, payload: StatusFrom, now: float) -> None:
         message = payload.message

@@ -54,6 +54,8 @@ class PrefillSnapshot:
     waiting: int
     inflight: int
     draining: int
+    #: Of these, the ones whose peer has not acknowledged for ``drain_timeout_s`` (rule 6).
+    stuck: int
     num_ignored: int
     is_diverged: bool
     kv_free: int
@@ -151,6 +153,7 @@ class PrefillCore:
             elif kind == "resend":
                 self.rooms.resend(record, now)
             elif kind == "drain":
+                record.is_stuck = True
                 self.rooms.emit(record, sender.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
             elif now < record.deadline_s and sender.unanswered():
@@ -215,6 +218,7 @@ class PrefillCore:
             waiting=len(self.waiting),
             inflight=states.count(S.TRANSFERRING),
             draining=states.count(S.DRAINING),
+            stuck=sum(r.is_stuck and not r.is_over for r in self.rooms.records.values()),
             num_ignored=self.inbox.num_ignored,
             is_diverged=self.rooms.is_diverged,
             **ledger_totals(self.blocks),

@@ -126,7 +126,15 @@ class ExpiringTable(Generic[V]):
 class RoomRecord:
     """Common half of a prefill and a decode record."""
 
-    __slots__ = ("accepted_s", "backoff_s", "deadline_s", "is_reported", "request", "timeline")
+    __slots__ = (
+        "accepted_s",
+        "backoff_s",
+        "deadline_s",
+        "is_reported",
+        "is_stuck",
+        "request",
+        "timeline",
+    )
 
     def __init__(self, request: GenerateRequest, now: float) -> None:
         self.request = request
@@ -134,6 +142,8 @@ class RoomRecord:
         self.deadline_s = now + request.remaining_s
         self.backoff_s = 0.0
         self.is_reported = False
+        #: Draining for longer than ``drain_timeout_s``: somebody does not acknowledge.
+        self.is_stuck = False
         #: Seconds since acceptance of named points.
         self.timeline: dict[str, float] = {}
 
