@@ -159,11 +159,6 @@ class KVTables:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
-    def num_held(self, seq_id: int) -> int:
-        """Real blocks of a sequence, over all manager keys, whatever their state."""
-        tables = self._tables.get(seq_id, {}).values()
-        return sum(len(table) - table.count(NULL_BLOCK) for table in tables)
-
     @property
     def num_holders(self) -> int:
         """Sequences that hold blocks and may grow; quarantined ones cannot."""

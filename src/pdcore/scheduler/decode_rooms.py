@@ -37,7 +37,7 @@ from pdcore.scheduler.peers import PeerBook
 from pdcore.scheduler.queues import RoomBook, RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
+from pdcore.types import NULL_BLOCK, GenerateRequest, Incarnation, LeaseId, PeerRef
 
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
@@ -275,9 +275,10 @@ class DecodeInbox:
         if not any(ledger.quarantined for ledger in ledgers):
             return False
         out = sum(
-            rooms.blocks.num_held(record.seq.seq_id)
+            len(table) - table.count(NULL_BLOCK)
             for record in rooms.records_of(incarnation)
             if record.receiver.state is ReceiverState.DRAINING
+            for table in rooms.blocks.get_block_ids(record.seq.seq_id).values()
         )
         return out > rooms.limits.quarantine_share * sum(ledger.total for ledger in ledgers)
 
