@@ -133,7 +133,7 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
     TransportError; what was opened before is closed again."""
     runner = load(config, on_progress)
     incarnation = Incarnation(os.urandom(16))
-    transport = registry.create(config.transport, incarnation)
+    transport = registry.create_for_worker(config.transport, incarnation)
     with contextlib.ExitStack() as opened:
         opened.callback(runner.shutdown)
         opened.callback(transport.close)

@@ -33,15 +33,21 @@ def copy_steps(
     that are cut) and yields the bytes it copied."""
     for pair in plan.pairs:
         src, dst = local[pair.local_region], remote[pair.remote_region]
-        pieces = pair.pieces
-        plain = pieces[:, ROWS] == 1
-        if np.count_nonzero(plain) < len(plain):
-            yield from _strided(pieces[~plain], src, dst, chunk_bytes)
-            pieces = pieces[plain]
-        if len(pieces) <= _FEW:
-            yield from _few(pieces, src, dst, chunk_bytes)
-        else:
-            yield from _runs(pieces, src, dst, chunk_bytes)
+        yield from copy_pieces(pair.pieces, src, dst, chunk_bytes)
+
+
+def copy_pieces(
+    pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[int]:
+    """The steps of one pair's ``pieces``, as :class:`PairCopy` has them."""
+    plain = pieces[:, ROWS] == 1
+    if np.count_nonzero(plain) < len(plain):
+        yield from _strided(pieces[~plain], src, dst, chunk_bytes)
+        pieces = pieces[plain]
+    if len(pieces) <= _FEW:
+        yield from _few(pieces, src, dst, chunk_bytes)
+    else:
+        yield from _runs(pieces, src, dst, chunk_bytes)
 
 
 def _few(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:

@@ -8,7 +8,7 @@ the entry point group ``pdcore.transports``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -34,10 +34,12 @@ _BUILT_IN: Final[dict[str, str]] = {
 @attrs.frozen
 class TransportPlugin:
     """``create(incarnation, **options)`` makes a transport; ``why_unavailable()`` says
-    in one sentence why it cannot work on this machine, or None."""
+    in one sentence why it cannot work on this machine, or None. A worker process, which
+    shares its machine with others, creates it with ``worker_options``."""
 
     create: Callable[..., Transport]
     why_unavailable: Callable[[], str | None]
+    worker_options: Mapping[str, object] = attrs.field(factory=dict)
 
 
 def names() -> list[str]:
@@ -113,6 +115,11 @@ def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
         return plugin.create(incarnation, **options)
     except TypeError as error:
         raise ConfigError(f"transport {chosen!r}: {error}") from error
+
+
+def create_for_worker(name: str, incarnation: Incarnation) -> Transport:
+    """As :func:`create`, with what the transport wants in a worker process."""
+    return create(name, incarnation, **load(resolve(name)).worker_options)
 
 
 def _third_party() -> dict[str, EntryPoint]:

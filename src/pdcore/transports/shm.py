@@ -51,6 +51,10 @@ from pdcore.types import Incarnation, LeaseId
 
 NAME: Final = "shm"
 CONNECT_TIMEOUT_S: Final = 1.0
+#: Two requests of 1,000 tokens of a small model. Its prefill computes them for seconds, so
+#: that mapping their pages again, some milliseconds, does not show; a whole pool per
+#: decode peer in every prefill worker's resident set would.
+WORKER_PEER_RESIDENT_BYTES: Final = 96 << 20
 
 CAPS: Final = TransportCaps(
     one_sided=True,
@@ -82,6 +86,9 @@ class ShmTransport:
     copy and answer connections.
 
     ``named_directory`` forces the named fallback (tests, systems without memfd).
+    ``peer_resident_bytes``: how much of all peers' memory may count as resident here, at
+    least 1 MiB, None for no limit (see shm_pages; a limit costs about a third of the copy
+    rate where transfers go round in more memory than that).
     Raises TransportError where shm does not work.
     """
 
@@ -94,6 +101,7 @@ class ShmTransport:
         *,
         named_directory: str | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        peer_resident_bytes: int | None = None,
     ) -> None:
         reason = why_unavailable()
         if reason is not None:
@@ -105,7 +113,12 @@ class ShmTransport:
         self._links = LinkSet()
         self._receiver = Receiver(incarnation, self._regions, self._links, named_directory)
         self._sender = Sender(
-            incarnation, self._regions, self._links, self._events, connect_timeout_s
+            incarnation,
+            self._regions,
+            self._links,
+            self._events,
+            connect_timeout_s,
+            peer_resident_bytes,
         )
         self._closed = False
         _living.add(self)
@@ -248,4 +261,8 @@ def _abandon_all() -> None:
 if sys.platform == "linux":
     os.register_at_fork(after_in_child=_abandon_all)
 
-PLUGIN = TransportPlugin(create=ShmTransport, why_unavailable=why_unavailable)
+PLUGIN = TransportPlugin(
+    create=ShmTransport,
+    why_unavailable=why_unavailable,
+    worker_options={"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES},
+)

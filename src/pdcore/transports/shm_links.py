@@ -18,9 +18,9 @@ from typing import Final
 import attrs
 
 from pdcore.errors import TransportError
-from pdcore.transports.copy import ByteArray
 from pdcore.transports.process_proof import ProcessKey
 from pdcore.transports.shm_mover import Job
+from pdcore.transports.shm_pages import PeerMemory
 from pdcore.transports.shm_wire import MAX_FRAME_BYTES, Kind, pack, unpack
 from pdcore.types import Incarnation, LeaseId
 
@@ -34,13 +34,13 @@ _MAX_REMEMBERED: Final = 4096
 
 @attrs.define(eq=False)
 class Link:
-    """One connection. ``arrays`` and ``sizes`` (by region id) are the peer's memory when
+    """One connection. ``memory`` and ``sizes`` (by region id) are the peer's regions when
     we are the sender, empty when we are the receiver."""
 
     sock: socket.socket
     incarnation: Incarnation
     process: ProcessKey
-    arrays: dict[int, ByteArray] = attrs.field(factory=dict, repr=False)
+    memory: dict[int, PeerMemory] = attrs.field(factory=dict, repr=False)
     sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
     outbox: deque[bytes] = attrs.field(factory=deque, repr=False)
     jobs: dict[int, Job] = attrs.field(factory=dict, repr=False)

@@ -10,7 +10,8 @@ Rules, each with the trap it avoids (all reproduced on Python 3.11):
 - MADV_DONTFORK: a forked child would keep writing after its parent's pidfd said dead;
 - never ``mmap.close()``: a view that still exists would be a SIGSEGV. Dropping the last
   reference unmaps;
-- both sides touch every page before the first transfer, or that looks 20 times slower.
+- the owner touches every page at once, or the first transfer looks 20 times slower; a
+  peer maps what it is about to write (shm_pages).
 
 Where memfd is missing, a file in /dev/shm takes its place. It loses its name before
 anybody hears of it (peers get the descriptor), so only a crash between two system calls
@@ -26,7 +27,6 @@ import os
 import secrets
 import stat
 import struct
-import time
 from pathlib import Path
 from typing import Final
 
@@ -39,10 +39,9 @@ from pdcore.types import Incarnation
 
 NAMED_DIRECTORY: Final = "/dev/shm"
 HEADER_BYTES: Final = mmap.PAGESIZE
-#: How long a peer may spend on touching pages while it connects; the rest comes lazily.
-ATTACH_PREFAULT_S: Final = 0.5
 
 #: From linux/mman.h (5.14); not in Python's mmap module.
+_MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 _PREFAULT_STEP: Final = 16 << 20
 #: magic, version, incarnation, owner's pid and start time.
@@ -60,6 +59,7 @@ class Segment:
     offset: int
     sealed: bool
     fd: int
+    mapping: mmap.mmap = attrs.field(repr=False)
     buffer: memoryview = attrs.field(repr=False)
 
 
@@ -80,16 +80,20 @@ def create_segment(
     with contextlib.ExitStack() as unless_finished:
         unless_finished.callback(os.close, fd)
         _reserve(fd, offset + size_bytes, named_directory)
-        buffer = _map(fd, offset, size_bytes, limit_s=None)
+        mapping = _map(fd, offset, size_bytes)
+        for start in range(0, size_bytes, _PREFAULT_STEP):
+            populate(mapping, start, min(_PREFAULT_STEP, size_bytes - start), write=True)
         if named_directory is None:
             _seal(fd)
         unless_finished.pop_all()
-    return Segment(size_bytes, offset, named_directory is None, fd, buffer)
+    sealed = named_directory is None
+    return Segment(size_bytes, offset, sealed, fd, mapping, memoryview(mapping))
 
 
 def attach_segment(fd: int, size_bytes: int, offset: int, *, sealed: bool) -> Segment:
     """Map a peer's segment after checking that it is what was announced. Takes ``fd``
-    over and closes it. Raises TransportError for another size, owner or missing seals."""
+    over and closes it; no page is touched yet. Raises TransportError for another size,
+    owner or missing seals."""
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size != offset + size_bytes:
@@ -102,12 +106,12 @@ def attach_segment(fd: int, size_bytes: int, offset: int, *, sealed: bool) -> Se
             raise TransportError(f"the peer's segment starts at {offset}")
         if sealed and not _is_sealed(fd):
             raise TransportError("the peer's segment can be resized: its seals are missing")
-        buffer = _map(fd, offset, size_bytes, limit_s=ATTACH_PREFAULT_S)
+        mapping = _map(fd, offset, size_bytes)
     except OSError as error:
         raise TransportError(f"mapping the peer's segment: {error.strerror}") from error
     finally:
         os.close(fd)
-    return Segment(size_bytes, offset, sealed, -1, buffer)
+    return Segment(size_bytes, offset, sealed, -1, mapping, memoryview(mapping))
 
 
 def memfd_works() -> bool:
@@ -256,25 +260,21 @@ def _is_sealed(fd: int) -> bool:
         return False
 
 
-def _map(fd: int, offset: int, size_bytes: int, limit_s: float | None) -> memoryview:
+def _map(fd: int, offset: int, size_bytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
     except (OSError, ValueError) as error:
         raise TransportError(f"cannot map {size_bytes} bytes: {error}") from error
     # Before the first page is there, so that no fork can ever share one.
     mapping.madvise(mmap.MADV_DONTFORK)
-    _prefault(mapping, size_bytes, limit_s)
-    return memoryview(mapping)
+    return mapping
 
 
-def _prefault(mapping: mmap.mmap, size_bytes: int, limit_s: float | None) -> None:
-    deadline = None if limit_s is None else time.monotonic() + limit_s
-    for start in range(0, size_bytes, _PREFAULT_STEP):
-        length = min(_PREFAULT_STEP, size_bytes - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
-        except OSError:
-            # An older kernel: reading one byte of each page maps it just as well.
-            np.frombuffer(mapping, np.uint8, length, start)[:: mmap.PAGESIZE].max()
-        if deadline is not None and time.monotonic() > deadline:
-            return
+def populate(mapping: mmap.mmap, start: int, length: int, *, write: bool) -> None:
+    """Map the pages of [start, start + length); ``start`` is a page's. ``write``: pages
+    that nobody ever touched, which the kernel clears now."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, length)
+    except OSError:
+        # An older kernel: reading one byte of each page maps it just as well.
+        np.frombuffer(mapping, np.uint8, length, start)[:: mmap.PAGESIZE].max()

@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
@@ -21,12 +19,12 @@ from pdcore.transports.base import (
     TransportEvent,
 )
 from pdcore.transports.check import plan_copies
-from pdcore.transports.copy import ByteArray, copy_steps
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.process_proof import ProcessKey, boot_id, open_pidfd, this_process
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.shm_links import DISCONNECT, MAX_OUTBOX, Link, LinkSet
 from pdcore.transports.shm_mover import Ended, Job, Mover, advance
+from pdcore.transports.shm_pages import PeerMemory, PeerPages, copy_paged
 from pdcore.transports.shm_segment import attach_segment
 from pdcore.transports.shm_wire import (
     MAX_PAYLOAD_BYTES,
@@ -56,19 +54,22 @@ class Sender:
         links: LinkSet,
         events: list[TransportEvent],
         connect_timeout_s: float,
+        peer_resident_bytes: int | None,
     ) -> None:
         self._incarnation = incarnation
         self._regions = regions
         self._links = links
         self._events = events
         self._connect_timeout_s = connect_timeout_s
+        self._pages = PeerPages(peer_resident_bytes)
         self._mover = Mover(links.ring)
         self._sessions: dict[int, Link] = {}
         self._jobs: dict[int, tuple[Link, Job]] = {}
         self._ids = itertools.count(1)
 
     def connect(self, descriptor: EndpointDescriptor) -> PeerSession:
-        link, pidfd = _open_link(self._incarnation, descriptor, self._connect_timeout_s)
+        mine, timeout_s = self._incarnation, self._connect_timeout_s
+        link, pidfd = _open_link(mine, descriptor, timeout_s, self._pages)
         self._links.add(link, pidfd)
         session = PeerSession(next(self._ids), descriptor.incarnation)
         self._sessions[session.session_id] = link
@@ -103,7 +104,7 @@ class Sender:
         job = Job(
             next(self._ids),
             link,
-            copy_steps(plan, self._regions.arrays, link.arrays),
+            copy_paged(plan, self._regions.arrays, link.memory),
             lease.lease,
             notify,
             tuple(pair.local_region for pair in plan.pairs),
@@ -189,7 +190,7 @@ def _check_notify(link: Link, notify: bytes) -> None:
 
 
 def _open_link(
-    mine: Incarnation, descriptor: EndpointDescriptor, timeout_s: float
+    mine: Incarnation, descriptor: EndpointDescriptor, timeout_s: float, pages: PeerPages
 ) -> tuple[Link, int]:
     """Dial, prove who answers, take over its segments. Raises PeerGone, TransportError."""
     address = decode_address(descriptor.blob)
@@ -207,15 +208,15 @@ def _open_link(
         hello = Hello(mine, descriptor.incarnation, this_process().start_ticks)
         sock.sendall(pack_hello(hello))
         shared = receive_regions(sock, deadline)
-        arrays = _attach(shared, descriptor.regions)
+        memory = _attach(shared, descriptor.regions, pages)
     except OSError as error:
         _hang_up(sock, pidfd)
         raise PeerGone(f"the peer closed the connection: {error.strerror}") from error
     except TransportError:
         _hang_up(sock, pidfd)
         raise
-    sizes = {region: len(array) for region, array in arrays.items()}
-    return Link(sock, descriptor.incarnation, process, arrays, sizes), pidfd
+    sizes = {region: len(mapped.array) for region, mapped in memory.items()}
+    return Link(sock, descriptor.incarnation, process, memory, sizes), pidfd
 
 
 def _hang_up(sock: socket.socket, pidfd: int) -> None:
@@ -225,21 +226,21 @@ def _hang_up(sock: socket.socket, pidfd: int) -> None:
 
 
 def _attach(
-    shared: list[tuple[SharedRegion, int]], published: dict[int, int]
-) -> dict[int, ByteArray]:
+    shared: list[tuple[SharedRegion, int]], published: dict[int, int], pages: PeerPages
+) -> dict[int, PeerMemory]:
     """Map what the peer handed over. Raises TransportError when the descriptor names
     other regions than it has; no descriptor stays open then."""
     fds = [fd for _, fd in shared]
     found = {region.region_id: region.size_bytes for region, _ in shared}
-    arrays: dict[int, ByteArray] = {}
+    memory: dict[int, PeerMemory] = {}
     try:
         if not published.items() <= found.items():
             raise TransportError("stale descriptor: it names regions the peer does not have")
         for region, fd in shared:
             fds.remove(fd)
             segment = attach_segment(fd, region.size_bytes, region.offset, sealed=region.sealed)
-            arrays[region.region_id] = np.frombuffer(segment.buffer, np.uint8)
+            memory[region.region_id] = PeerMemory(segment, pages)
     finally:
         for fd in fds:
             os.close(fd)
-    return arrays
+    return memory

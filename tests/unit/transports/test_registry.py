@@ -50,6 +50,21 @@ def test_create_by_name() -> None:
         transport.close()
 
 
+def test_a_worker_gets_what_its_transport_wants_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """shm: a bound on the peers' memory that counts as a prefill worker's own."""
+    limit = registry.load("shm").worker_options["peer_resident_bytes"]
+    assert isinstance(limit, int)
+    assert 0 < limit <= 128 << 20
+    fussy = TransportPlugin(LoopbackTransport, lambda: None, {"address": "worker"})
+    monkeypatch.setattr(registry, "load", lambda name: fussy)
+    transport = registry.create_for_worker("loopback", US)
+    try:
+        with pytest.raises(TransportError):  # the address is taken: it was passed on
+            create("loopback", US, address="worker")
+    finally:
+        transport.close()
+
+
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'rdma'; choose one of auto, .*loopback.*shm"):
         create("rdma", US)
