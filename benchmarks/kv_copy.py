@@ -4,8 +4,8 @@
 receiver is another process (shm, gloo) or another endpoint (loopback). The limit is numpy
 copying the same blocks one by one inside this process, into memory of the same kind. Beside
 it, for one piece, stands a single memcpy: it may bypass the caches, but nobody could stop it
-before it ends. Arrival is proven once before the timing, by a checksum that the receiver computes; timed is what the
-sender must wait for until it may report Done.
+before it ends. Arrival is proven once before the timing, by a checksum that the receiver
+computes; timed is what the sender must wait for until it may report Done.
 """
 
 from __future__ import annotations
