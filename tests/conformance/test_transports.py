@@ -32,6 +32,12 @@ def test_shm() -> None:
 
 
 @linux
+def test_shm_with_little_of_the_peer_mapped() -> None:
+    """As a worker uses it, only tighter: pages come and go below transfers all the time."""
+    passes(run_conformance(RegistryHarness("shm", cycles=100, peer_resident_bytes=1 << 20)))
+
+
+@linux
 def test_shm_over_named_files(tmp_path: Path) -> None:
     harness = RegistryHarness("shm", cycles=1000, named_directory=str(tmp_path))
     passes(run_conformance(harness))

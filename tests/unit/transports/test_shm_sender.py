@@ -113,6 +113,34 @@ def test_the_memory_of_a_gone_peer_is_unmapped(harness: RegistryHarness) -> None
     pair.sender.transport.close()
 
 
+def resident_shared() -> int:
+    """RssShmem in bytes; some kernels keep it per processor, some pages off."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
+
+
+def test_copying_through_a_large_pool_keeps_the_sender_small() -> None:
+    """The resident set of a prefill worker stays what it is: it does not take in the pool
+    of each decode peer, neither on connecting nor after many transfers."""
+    pool, limit = 64 * MIB, 8 * MIB
+    with Pair(RegistryHarness("shm", peer_resident_bytes=limit), pool) as pair:
+        lease = pair.lease()
+        # Both pools are allocated, hence resident, in this process.
+        before = resident_shared()
+        pair.submit(lease, pair.batch((0, 0, pool)))
+        for at in range(0, pool, 2 * MIB):
+            pair.submit(lease, pair.batch((at, at, 2 * MIB)))
+        record = pair.sender.record
+        pump(pair.sender, until=lambda: len(record.quiesced) == 1 + pool // (2 * MIB))
+        assert resident_shared() - before <= limit + 2 * MIB
+        assert same(pair.target.buffer, pair.source.buffer)
+    with Pair(RegistryHarness("shm"), pool) as pair:
+        before = resident_shared()
+        handle = pair.submit(pair.lease(), pair.batch((0, 0, pool)))
+        pump(pair.sender, until=lambda: handle in pair.sender.record.quiesced)
+        assert resident_shared() - before >= pool - 2 * MIB, "without a limit it would"
+
+
 def test_another_host_is_refused(harness: RegistryHarness) -> None:
     with Pair(harness) as pair:
         found = decode(pair.receiver.transport.descriptor(), "shm")
