@@ -51,10 +51,11 @@ from pdcore.types import Incarnation, LeaseId
 
 NAME: Final = "shm"
 CONNECT_TIMEOUT_S: Final = 1.0
-#: Two requests of 1,000 tokens of a small model. Its prefill computes them for seconds, so
-#: that mapping their pages again, some milliseconds, does not show; a whole pool per
-#: decode peer in every prefill worker's resident set would.
-WORKER_PEER_RESIDENT_BYTES: Final = 96 << 20
+#: What a prefill worker may have resident of all its decode peers' pools. Their blocks are
+#: taken first in, first out, so that a pool's pages come by once per round whatever the
+#: limit (copies were as fast with 96 MiB); mapping those of 1,000 tokens again takes some
+#: milliseconds where computing them takes a second.
+WORKER_PEER_RESIDENT_BYTES: Final = 32 << 20
 
 CAPS: Final = TransportCaps(
     one_sided=True,
