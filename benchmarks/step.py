@@ -30,7 +30,8 @@ from pdcore.types import Batch, FinishReason, Phase, RoomKey, StepOutput
 NUM_RUNNING = 1_000
 MANY_RUNNING = 10_000
 NUM_WAITING = 100
-#: Steps per run; several of the batcher's hand-outs of tokens fall into them.
+#: Steps per run: multiples of the batcher's HISTORY_STEPS, so that each run has its share of
+#: handing out tokens.
 STEPS = 256
 QUICK_STEPS = 64
 #: No request ends within the runs unless the workload says so.
@@ -434,7 +435,7 @@ def run(quick: bool) -> Result:
     check(num_retracted > 0, "the pool was never short: retraction is not covered")
     num_steps = QUICK_STEPS if quick else STEPS
     rows, small = measure(NUM_RUNNING, num_steps)
-    more, large = measure(MANY_RUNNING, max(num_steps // 8, 16))
+    more, large = measure(MANY_RUNNING, QUICK_STEPS)
     rows += more
     rows.append(
         row(

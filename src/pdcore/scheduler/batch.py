@@ -204,7 +204,7 @@ class DecodeBatcher:
         self._calendar.step += 1
         for i in hits:
             seq = columns.seqs[i]
-            seq.finish_reason = check_finished(seq, self._eos, self._max_model_len)
+            seq.finish_reason = check_finished(seq, self._eos, self._max_model_len, flat[i])
         return hits
 
     def _take_many(self, output: StepOutput) -> tuple[list[cabc.Sequence[int]], set[int]]:
@@ -219,7 +219,7 @@ class DecodeBatcher:
                     f"decode step; the batch allows 1 to {1 + self._next_n}"
                 )
             rows.append(ids)
-        columns.flush()
+        columns.own_last()
         self._calendar.pop_limit()
         self._calendar.step += 1
         hits: set[int] = set()

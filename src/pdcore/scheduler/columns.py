@@ -4,7 +4,6 @@ of the runner's batch, and a calendar of the few sequences that a given step tou
 from __future__ import annotations
 
 from collections import Counter, abc
-from itertools import zip_longest
 from typing import Final, TypeVar
 
 from pdcore.scheduler.sequence import Sequence
@@ -13,24 +12,36 @@ from pdcore.types import RoomKey, SamplingParams
 _T = TypeVar("_T")
 
 
-#: Steps whose tokens may wait in columns before they are handed to the sequences. A hand-out
-#: costs about 0.6 us per sequence whether it is of 16 tokens or 64: 40 ns or 10 ns a token.
+#: Token columns per history. A row's share of a full history is one entry of its ``past``.
 HISTORY_STEPS: Final = 64
+#: Histories that a row may refer to before the oldest is gathered into its sequence. A
+#: request of up to HISTORY_STEPS * MAX_PAST tokens is never gathered unless somebody reads
+#: it (retraction does); a longer one would keep the tokens of all its former neighbours.
+MAX_PAST: Final = 16
+
+#: (history, first column, last column + 1, position): tokens of one row.
+Share = tuple[list[list[int]], int, int, int]
 
 
 class Row:
-    """Book-keeping of one running sequence. ``index`` is its column position or -1."""
+    """Book-keeping of one running sequence. ``index`` is its column position or -1.
+
+    Its newest tokens stay in the columns they came in, and ``past`` and ``start`` say
+    where; :meth:`flush` gathers them into the sequence when it is read.
+    """
 
     __slots__ = (
         "blocks",
         "columns",
         "due",
-        "flushed",
         "index",
         "limit_step",
+        "num_past",
         "order",
         "output",
+        "past",
         "seq",
+        "start",
         "stops",
     )
 
@@ -46,21 +57,42 @@ class Row:
         #: The one table, when there is a uniform block size.
         self.blocks: list[int] = []
         self.columns: Columns | None = None
-        #: Where its tokens go: the sequence's own list while it is in the batch.
+        #: The sequence's own list.
         self.output: list[int] = []
-        #: Entries of the columns' history that the sequence already has.
-        self.flushed = 0
+        #: Shares that are complete, oldest first, and how many tokens they hold.
+        self.past: list[Share] = []
+        self.num_past = 0
+        #: First column of the current history that belongs to it.
+        self.start = 0
 
     @property
     def num_pending(self) -> int:
-        return 0 if self.columns is None else len(self.columns.history) - self.flushed
+        current = 0 if self.columns is None else len(self.columns.history) - self.start
+        return self.num_past + current
+
+    def close(self) -> None:
+        """What the current history holds so far becomes a share: before the row moves,
+        leaves, or the history ends. O(1)."""
+        columns = self.columns
+        if columns is None:
+            return
+        end = len(columns.history)
+        if end > self.start:
+            self.past.append((columns.history, self.start, end, self.index))
+            self.num_past += end - self.start
+            self.start = end
 
     def flush(self) -> None:
-        columns = self.columns
-        if columns is not None and self.flushed < len(columns.history):
-            index = self.index
-            self.output += [c[index] for c in columns.history[self.flushed :]]
-            self.flushed = len(columns.history)
+        """Gather everything into the sequence."""
+        self.close()
+        while self.past:
+            self.gather()
+
+    def gather(self) -> None:
+        """The oldest share only."""
+        history, start, end, index = self.past.pop(0)
+        self.output += [column[index] for column in history[start:end]]
+        self.num_past -= end - start
 
 
 class StopIds:
@@ -139,8 +171,8 @@ class Columns:
     """The parallel lists of the decode batch. While a batch is in flight no list
     changes: rows that leave are marked gone and taken out when it lands.
 
-    ``history`` holds the token columns of the last steps. A row takes its tokens from
-    there when its sequence is read, before it moves, and every HISTORY_STEPS steps.
+    ``history`` holds the token columns of the last steps, at most HISTORY_STEPS; then a new
+    one begins. Nothing in a history ever changes.
     """
 
     __slots__ = (
@@ -178,7 +210,8 @@ class Columns:
         seq = row.seq
         row.index = len(self.rows)
         row.columns = self
-        row.flushed = len(self.history)
+        row.start = len(self.history)
+        self.own_last()
         self.rows.append(row)
         self.seqs.append(seq)
         self.seq_ids.append(seq.seq_id)
@@ -196,39 +229,37 @@ class Columns:
         self.last = tokens
         self.history.append(tokens)
         if len(self.history) >= HISTORY_STEPS:
-            self.flush()
+            self._end_history()
 
-    def flush(self) -> None:
-        """Hand all waiting tokens to the sequences and start a new history."""
-        # Columns differ in length when rows came and went; what a row was not there for,
-        # its ``flushed`` cuts off.
-        lengths = set(map(len, self.history))
-        by_row = zip(*self.history, strict=True) if len(lengths) == 1 else _by_row(self.history)
-        for row, tokens in zip(self.rows, by_row, strict=False):
-            if row.flushed:
-                row.output += tokens[row.flushed :]
-                row.flushed = 0
-            else:
-                row.output += tokens
-        for row in self.rows[max(lengths, default=0) :]:
-            row.flushed = 0
-        self.history.clear()
+    def _end_history(self) -> None:
+        for row in self.rows:
+            row.close()
+            row.start = 0
+            if len(row.past) > MAX_PAST:
+                row.gather()
+        self.own_last()
+        self.history = []
+
+    def own_last(self) -> None:
+        """Call before changing ``last``: it may be a column of the history, which rows that
+        have left still refer to."""
+        if self.history and self.last is self.history[-1]:
+            self.last = self.last.copy()
 
     def remove(self, row: Row) -> None:
         """Take a row out now, or when the batch in flight lands."""
-        if row.columns is not None:
-            row.seq.attach(None)
-            row.columns = None
+        # A token that comes after this goes nowhere: the sequence may be in another queue.
+        row.close()
+        row.columns = None
         if self.gone is not None:
-            # Its token goes nowhere: the sequence may be in another queue already.
-            row.output = []
             self.gone.append(row)
             return
+        self.own_last()
         hole = row.index
         row.index = -1
         moved = self.rows[-1]
         if moved is not row:
-            moved.flush()
+            moved.close()
             moved.index = hole
         _fill_hole(self.rows, hole)
         _fill_hole(self.seqs, hole)
@@ -254,10 +285,6 @@ class Columns:
         gone, self.gone = self.gone, None
         for row in gone or ():
             self.remove(row)
-
-
-def _by_row(history: list[list[int]]) -> abc.Iterator[tuple[int, ...]]:
-    return zip_longest(*history, fillvalue=-1)
 
 
 def _fill_hole(column: list[_T], hole: int) -> None:

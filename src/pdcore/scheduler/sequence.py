@@ -112,8 +112,8 @@ class Sequence:
         if self.request.sampling.logprobs:
             self.output_logprobs.append(logprob)
 
-    def attach(self, pending: PendingTokens | None) -> list[int]:
-        """Let a decode batch hold back this sequence's newest tokens, or end that (None).
+    def attach(self, pending: PendingTokens) -> list[int]:
+        """Let a decode batch hold back this sequence's newest tokens, until they are read.
         Returns the list that ``flush`` must append to."""
         if self._pending is not None:
             self._pending.flush()
@@ -177,21 +177,22 @@ def stop_ids(seq: Sequence, eos_token_ids: Collection[int]) -> frozenset[int]:
 
 
 def check_finished(
-    seq: Sequence, eos_token_ids: Collection[int], max_model_len: int
+    seq: Sequence, eos_token_ids: Collection[int], max_model_len: int, last: int | None = None
 ) -> FinishReason | None:
     """Does the sequence end with its last output token? (R74, D18)
 
     STOP: the token is an EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and
     ``min_tokens`` are out. LENGTH: ``max_tokens`` or the model's length is reached. Run
     it on every token, the first one from prefill included: EOS as first token and
-    max_tokens = 1 end the request at commit. STOP wins over LENGTH.
+    max_tokens = 1 end the request at commit. STOP wins over LENGTH. ``last`` is the newest
+    token where the caller has it at hand: then the others need not be gathered.
     """
-    output = seq.output_token_ids
-    if not output:
+    num_output = seq.num_output_tokens
+    if not num_output:
         return None
     sampling = seq.request.sampling
-    if len(output) >= sampling.min_tokens:
-        token = output[-1]
+    if num_output >= sampling.min_tokens:
+        token = seq.output_token_ids[-1] if last is None else last
         if token in sampling.stop_token_ids:
             return FinishReason.STOP
         if not sampling.ignore_eos and token in eos_token_ids:

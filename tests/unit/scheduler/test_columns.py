@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pdcore.scheduler.columns import HISTORY_STEPS, Calendar, Columns, Row, StopIds
+from pdcore.scheduler.columns import HISTORY_STEPS, MAX_PAST, Calendar, Columns, Row, StopIds
 from pdcore.scheduler.sequence import Sequence
 from pdcore.types import GenerateRequest, RoomKey, SamplingParams
 
@@ -58,11 +58,13 @@ def test_the_calendar_forgets_what_moved() -> None:
 
 
 def test_rows_come_and_go_and_every_token_reaches_its_sequence() -> None:
-    """Columns of tokens are handed out on reading, on moving, and now and then."""
+    """Tokens stay in their columns until somebody reads them, be it long after the row
+    has moved or left."""
     rng = random.Random(7)
     columns = Columns()
     expected: dict[int, list[int]] = {}
     rows: dict[int, Row] = {}
+    left: list[Row] = []
     for step in range(20 * HISTORY_STEPS):
         if rng.random() < 0.4:
             new = row(step)
@@ -73,7 +75,8 @@ def test_rows_come_and_go_and_every_token_reaches_its_sequence() -> None:
             gone = rows.pop(rng.choice(list(rows)))
             columns.remove(gone)
             assert gone.index == -1
-            assert gone.seq.output_token_ids == expected[gone.seq.seq_id]
+            assert gone.seq.num_output_tokens == len(expected[gone.seq.seq_id])
+            left.append(gone)
         tokens = [1000 * seq_id + step for seq_id in columns.seq_ids]
         for seq_id, token in zip(columns.seq_ids, tokens, strict=True):
             expected[seq_id].append(token)
@@ -83,8 +86,22 @@ def test_rows_come_and_go_and_every_token_reaches_its_sequence() -> None:
             assert columns.rows[one.index] is one
             if rng.random() < 0.1:
                 assert one.seq.output_token_ids == expected[seq_id]
-    for seq_id, one in rows.items():
-        assert one.seq.output_token_ids == expected[seq_id]
+    for one in (*rows.values(), *left):
+        assert one.seq.output_token_ids == expected[one.seq.seq_id]
+
+
+def test_a_long_row_does_not_keep_the_columns_of_its_whole_life() -> None:
+    columns = Columns()
+    long = row(1)
+    columns.append(long, {}, 0)
+    num_steps = HISTORY_STEPS * (MAX_PAST + 3) + 5
+    for step in range(num_steps):
+        columns.take([step])
+        assert len(long.past) <= MAX_PAST
+    assert len(long.output) == 1 + 3 * HISTORY_STEPS
+    assert long.seq.num_output_tokens == 1 + num_steps
+    assert long.seq.output_token_ids == [1000, *range(num_steps)]
+    assert long.past == []
 
 
 def test_a_row_that_leaves_in_flight_gets_no_token() -> None:

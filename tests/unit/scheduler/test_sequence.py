@@ -172,5 +172,9 @@ def test_pending_tokens_count_before_they_are_read() -> None:
     assert held.waiting == [8]
     assert seq.output_token_ids == [7, 8]
     assert seq.num_tokens == 5
-    seq.attach(None)
-    assert seq.output_token_ids == [7, 8]
+    held.waiting = [9]
+    other = Held()
+    other.waiting = []
+    other.out = seq.attach(other)
+    assert held.waiting == []
+    assert seq.output_token_ids == [7, 8, 9]
