@@ -36,9 +36,13 @@ class Preallocation:
         self._chosen: set[RoomKey] = set()
 
     def add(self, record: DecodeRecord, now: float) -> None:
+        """Only the newcomer is looked at: those who wait for the same route go on waiting
+        for it, and a burst of requests must not cost its square."""
         bootstrap = record.request.bootstrap
-        self.pending.setdefault(bootstrap, {})[record.key] = None
-        self.resolve(bootstrap, now)
+        entry = self.topologies.lookup(bootstrap, now)
+        if not self._map(record, entry, now):
+            self.pending.setdefault(bootstrap, {})[record.key] = None
+        self._fetch(bootstrap, entry, now)
 
     def record(self, event: TopologyFetched, now: float) -> None:
         self.topologies.record(event.bootstrap, event.route, event.failure, now)
@@ -57,10 +61,14 @@ class Preallocation:
                 del pending[key]
         if not pending:
             del self.pending[bootstrap]
+        self._fetch(bootstrap, entry, now)
+
+    def _fetch(self, bootstrap: str, entry: TopologyEntry, now: float) -> None:
+        """Ask for the route where it is wanted: now, or when its interval is over."""
         if self.topologies.needs_fetch(bootstrap, now):
             # An old route is used meanwhile: the lifecycles notice if it is wrong.
             self.rooms.out.append(FetchTopology(bootstrap))
-        elif pending and not entry.is_fetching:
+        elif self.pending.get(bootstrap) and not entry.is_fetching:
             self.rooms.timers.arm("topology", bootstrap, now + self.limits.topology_retry_s)
 
     def _map(self, record: DecodeRecord, entry: TopologyEntry, now: float) -> bool:
