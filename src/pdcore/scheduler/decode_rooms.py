@@ -33,8 +33,8 @@ from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import MetadataRecord, hash_token_ids
 from pdcore.kv.plan import lease_ranges
 from pdcore.kv.slots import MetadataSlot, MetadataSlots
-from pdcore.scheduler.peers import PeerBook
-from pdcore.scheduler.queues import RoomBook, RoomRecord
+from pdcore.scheduler.peers import PeeredRooms
+from pdcore.scheduler.queues import RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import NULL_BLOCK, GenerateRequest, Incarnation, LeaseId, PeerRef
@@ -73,18 +73,18 @@ class DecodeRecord(RoomRecord):
         state = self.receiver.state
         return state is ReceiverState.FAILED or (state is ReceiverState.DONE and self.is_reported)
 
+    def peers(self) -> list[PeerRef]:
+        return [target.peer for target in self.receiver.targets.values()]
+
     def __repr__(self) -> str:
         return f"DecodeRecord({self.receiver!r}, {self.seq!r})"
 
 
-class DecodeRooms(RoomBook[DecodeRecord]):
+class DecodeRooms(PeeredRooms[DecodeRecord]):
     """Rooms plus what a lease pins."""
 
     def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
-        super().__init__(setup.limits, setup.group_size)
-        self.setup = setup
-        self.blocks = blocks
-        self.peers = PeerBook(setup.limits.heartbeat_misses)
+        super().__init__(setup, blocks)
         self.slots = MetadataSlots(setup.limits.num_metadata_slots)
         self._endpoint = setup.endpoint()
 
@@ -175,33 +175,6 @@ class DecodeRooms(RoomBook[DecodeRecord]):
         self.blocks.unlease(record.seq.seq_id)
         self.free_slot(record)
         return metadata
-
-    def needed_peers(self) -> list[PeerRef]:
-        """Peers that rooms which are not over depend on."""
-        return [
-            part.peer
-            for record in self.records.values()
-            if not record.is_over
-            for part in record.receiver.targets.values()
-        ]
-
-    def is_place_of(self, peer: PeerRef, incarnation: Incarnation) -> bool:
-        """Does a target in that process life name this instance and rank, and is this
-        another life there?"""
-        return peer.incarnation != incarnation and any(
-            (target.peer.instance, target.peer.rank) == (peer.instance, peer.rank)
-            for record in self.records_of(incarnation)
-            for target in record.receiver.targets.values()
-            if target.peer.incarnation == incarnation
-        )
-
-    def records_of(self, incarnation: Incarnation) -> list[DecodeRecord]:
-        """Records with a target in that process life."""
-        return [
-            record
-            for record in self.records.values()
-            if any(t.peer.incarnation == incarnation for t in record.receiver.targets.values())
-        ]
 
 
 class DecodeInbox:

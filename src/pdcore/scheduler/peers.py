@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import TypeVar
 
 from pdcore.control.messages import Heartbeat
 from pdcore.fsm.effects import Effect, SendMessage
 from pdcore.fsm.peer import DeathProof, Peer, PeerDied
 from pdcore.fsm.states import PeerState
+from pdcore.kv.cache import KVBlocks
+from pdcore.scheduler.queues import RoomBook, RoomRecord
+from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Incarnation, PeerRef
 
 
@@ -87,3 +91,37 @@ class PeerBook:
 
 def _died(effects: Iterable[Effect] | None) -> PeerDied | None:
     return next((e for e in effects or () if isinstance(e, PeerDied)), None)
+
+
+R = TypeVar("R", bound=RoomRecord)
+
+
+class PeeredRooms(RoomBook[R]):
+    """Rooms of either role, as seen from the ranks at their other end."""
+
+    def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
+        super().__init__(setup.limits, setup.group_size)
+        self.setup = setup
+        self.blocks = blocks
+        self.peers = PeerBook(setup.limits.heartbeat_misses)
+
+    def needed_peers(self) -> list[PeerRef]:
+        """Peers that rooms which are not over depend on."""
+        return [peer for r in self.records.values() if not r.is_over for peer in r.peers()]
+
+    def records_of(self, incarnation: Incarnation) -> list[R]:
+        """Records that depend on that process life."""
+        return [
+            record
+            for record in self.records.values()
+            if any(peer.incarnation == incarnation for peer in record.peers())
+        ]
+
+    def is_place_of(self, peer: PeerRef, incarnation: Incarnation) -> bool:
+        """Is this another life at the place (instance and rank) where that life was?"""
+        return peer.incarnation != incarnation and any(
+            (known.instance, known.rank) == (peer.instance, peer.rank)
+            for record in self.records_of(incarnation)
+            for known in record.peers()
+            if known.incarnation == incarnation
+        )

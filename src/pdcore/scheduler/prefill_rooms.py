@@ -37,9 +37,9 @@ from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState
 from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import hash_token_ids
-from pdcore.scheduler.peers import PeerBook
+from pdcore.scheduler.peers import PeeredRooms
 from pdcore.scheduler.posting import PlanError, fill_transfer
-from pdcore.scheduler.queues import ExpiringTable, RoomBook, RoomRecord
+from pdcore.scheduler.queues import ExpiringTable, RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
 from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, RoomKey
@@ -71,18 +71,18 @@ class PrefillRecord(RoomRecord):
         """Reported, and nothing of it can touch blocks any more."""
         return self.sender.state in (SenderState.DONE, SenderState.FAILED)
 
+    def peers(self) -> list[PeerRef]:
+        return [leg.peer for leg in self.sender.legs.values()]
+
     def __repr__(self) -> str:
         return f"PrefillRecord({self.sender!r}, {self.seq!r})"
 
 
-class PrefillRooms(RoomBook[PrefillRecord]):
+class PrefillRooms(PeeredRooms[PrefillRecord]):
     """Rooms plus what sending needs: destinations, live handles, block tables."""
 
     def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
-        super().__init__(setup.limits, setup.group_size)
-        self.setup = setup
-        self.blocks = blocks
-        self.peers = PeerBook(setup.limits.heartbeat_misses)
+        super().__init__(setup, blocks)
         self._handles: dict[int, RoomKey] = {}
         self._destinations: OrderedDict[Incarnation, tuple[bytes, Destination]] = OrderedDict()
 
@@ -120,33 +120,6 @@ class PrefillRooms(RoomBook[PrefillRecord]):
         if record is not None:
             record.timeline["transfer_end"] = now - record.accepted_s  # of the last one
             self.emit(record, record.sender.handle_ended(event), now)
-
-    def needed_peers(self) -> list[PeerRef]:
-        """Peers that rooms which are not over depend on."""
-        return [
-            part.peer
-            for record in self.records.values()
-            if not record.is_over
-            for part in record.sender.legs.values()
-        ]
-
-    def is_place_of(self, peer: PeerRef, incarnation: Incarnation) -> bool:
-        """Does a leg to that process life name this instance and rank, and is this another
-        life there?"""
-        return peer.incarnation != incarnation and any(
-            (leg.peer.instance, leg.peer.rank) == (peer.instance, peer.rank)
-            for record in self.records_of(incarnation)
-            for leg in record.sender.legs.values()
-            if leg.peer.incarnation == incarnation
-        )
-
-    def records_of(self, incarnation: Incarnation) -> list[PrefillRecord]:
-        """Records with a leg to that process life."""
-        return [
-            record
-            for record in self.records.values()
-            if any(leg.peer.incarnation == incarnation for leg in record.sender.legs.values())
-        ]
 
     def _post(self, record: PrefillRecord, effect: PostTransfer, now: float) -> None:
         """Live from here on, executed or not (section 3)."""

@@ -19,7 +19,7 @@ from pdcore.fsm.effects import Effect, ReduceVotes, ReportFinished
 from pdcore.fsm.events import VotesReduced
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import Failure, FinishReason, GenerateRequest, RoomKey
+from pdcore.types import Failure, FinishReason, GenerateRequest, PeerRef, RoomKey
 
 #: Disarmed timers that may lie about before they are swept out.
 SLACK: Final = 256
@@ -154,6 +154,15 @@ class RoomRecord:
     @property
     def entity(self) -> VotingEntity:
         raise TypeError("a room record has an entity: use a subclass")
+
+    @property
+    def is_over(self) -> bool:
+        """Has its result, and nothing of it can touch blocks any more."""
+        raise TypeError("a room record has an end: use a subclass")
+
+    def peers(self) -> list[PeerRef]:
+        """The ranks at the other end."""
+        raise TypeError("a room record has peers: use a subclass")
 
     def mark(self, point: str, now: float) -> None:
         self.timeline.setdefault(point, now - self.accepted_s)
