@@ -15,12 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
 import pdcore
-from pdcore import EmbeddedInstance, LocalPort, Role, WorkerOptions
-from pdcore.control.bootstrap_client import BootstrapClient
-from pdcore.server.routes import RouteFetcher
-from pdcore.server.serve import AppServer, bind, port_of
-from pdcore.server.text import IdDetokenizer, IdTokenizer
-from pdcore.system_clock import SystemClock
+from pdcore import EmbeddedInstance, LocalPort, Role, SystemClock, WorkerOptions
 
 
 def mounted(path: str, app: Starlette, *own: Route) -> Starlette:
@@ -28,12 +23,12 @@ def mounted(path: str, app: Starlette, *own: Route) -> Starlette:
 
 
 async def main() -> None:
-    listeners = [bind("127.0.0.1", 0) for _ in range(3)]
-    prefill_at, decode_at, front_at = (f"127.0.0.1:{port_of(one)}" for one in listeners)
-    text = pdcore.TextModel("parrot", IdTokenizer(), IdDetokenizer)
+    listeners = [pdcore.bind("127.0.0.1", 0) for _ in range(3)]
+    prefill_at, decode_at, front_at = (f"127.0.0.1:{pdcore.port_of(one)}" for one in listeners)
+    text = pdcore.TextModel("parrot", pdcore.IdTokenizer(), pdcore.IdDetokenizer)
     options = WorkerOptions(Role.PREFILL, prefill_at, num_blocks=600)
     prefill = EmbeddedInstance(make_worker(LocalPort(), options), text)
-    route = RouteFetcher(BootstrapClient(SystemClock()))
+    route = pdcore.RouteFetcher(pdcore.BootstrapClient(SystemClock()))
     options = WorkerOptions(Role.DECODE, decode_at, num_blocks=600, fetch_route=route)
     decode = EmbeddedInstance(make_worker(LocalPort(), options), text)
     router = pdcore.create_router_app([prefill_at], [decode_at], [0], clock=SystemClock())
@@ -44,7 +39,9 @@ async def main() -> None:
 
     own = Route("/abort/{room}", abort, methods=["POST"])
     apps = mounted("/", prefill.app), mounted("/", decode.app), mounted("/ai", router, own)
-    servers = [AppServer(app, listener) for app, listener in zip(apps, listeners, strict=True)]
+    servers = [
+        pdcore.AppServer(app, listener) for app, listener in zip(apps, listeners, strict=True)
+    ]
     try:
         for server in servers:
             await server.start()

@@ -8,8 +8,6 @@ import time
 
 import pdcore
 from pdcore import GenerateRequest, LocalPort, Role, RoomKey, SamplingParams, WorkerOptions
-from pdcore.control.messages import Finished, Tokens, WorkerMessage
-from pdcore.engine.paging import PagedLimits, batch_slots, side_by_side
 
 
 class ParrotRunner:
@@ -22,13 +20,13 @@ class ParrotRunner:
 
     def initialize_cache(self, num_blocks: int, allocate: pdcore.Allocate) -> pdcore.KVPlacement:
         region, self.kv = allocate(num_blocks * 16)
-        self.limits = PagedLimits(16, 16, num_blocks, self.max_model_len, self.vocab_size)
-        return side_by_side(self.kv_cache_spec, num_blocks, region)
+        self.limits = pdcore.PagedLimits(16, 16, num_blocks, self.max_model_len, self.vocab_size)
+        return pdcore.side_by_side(self.kv_cache_spec, num_blocks, region)
 
     def execute_model(self, batch: pdcore.Batch) -> pdcore.StepOutput:
         if self.kv is None:
             raise pdcore.errors.EngineError("the runner has no KV cache")
-        slots, said = batch_slots(batch, self.limits), []  # refuses what it cannot run
+        slots, said = pdcore.batch_slots(batch, self.limits), []  # refuses what it cannot run
         for i, start, end in batch.spans():
             for at, token in zip(slots[i][start - end :], batch.input_ids[start:end], strict=True):
                 self.kv[at] = token
@@ -55,7 +53,7 @@ def make_worker(port: LocalPort, options: WorkerOptions) -> pdcore.Worker:
 
 
 def main() -> None:
-    news: queue.Queue[WorkerMessage] = queue.Queue()
+    news: queue.Queue[pdcore.WorkerMessage] = queue.Queue()
     prefill_port, decode_port = LocalPort(lambda message: None), LocalPort(news.put)
     prefill = make_worker(prefill_port, WorkerOptions(Role.PREFILL, "prefill", 600))
     route = pdcore.local_route([prefill.core.setup])
@@ -67,8 +65,8 @@ def main() -> None:
             request = GenerateRequest(key, "id", prompt, params, time.time() + 60, 60.0, "here")
             for port in (prefill_port, decode_port):
                 port.submit(request)
-            while not isinstance(message := news.get(timeout=60), Finished):
-                if isinstance(message, Tokens):
+            while not isinstance(message := news.get(timeout=60), pdcore.Finished):
+                if isinstance(message, pdcore.Tokens):
                     print(bytes(message.token_ids[0]).decode(), end="", flush=True)
                     if room == 2:  # abort by room: asking more than once does no harm
                         decode_port.abort(key, "heard enough")

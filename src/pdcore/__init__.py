@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from pdcore import errors, types
     from pdcore.assembly import WorkerOptions, build_worker
     from pdcore.config.limits import CoreLimits
+    from pdcore.control.bootstrap_client import BootstrapClient
+    from pdcore.control.messages import Finished, Tokens, WorkerMessage
     from pdcore.control.zmq import ZmqChannel
     from pdcore.engine.base import Allocate, ModelRunner, RunnerCaps
+    from pdcore.engine.paging import PagedLimits, batch_slots, side_by_side
     from pdcore.engine.simulated import SimulatedRunner
     from pdcore.fsm import effects, events
     from pdcore.kv.cache import KVBlocks
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from pdcore.server.instance import create_instance_app
     from pdcore.server.lifespans import run_lifespans
     from pdcore.server.router import create_router_app
-    from pdcore.server.text import TextModel
+    from pdcore.server.routes import RouteFetcher
+    from pdcore.server.serve import AppServer, bind, port_of
+    from pdcore.server.text import IdDetokenizer, IdTokenizer, TextModel
+    from pdcore.system_clock import SystemClock
     from pdcore.transports.registry import available as available_transports
     from pdcore.transports.registry import create as create_transport
     from pdcore.types import (
@@ -73,42 +79,61 @@ _EXPORTS: Final[dict[str, tuple[str, str]]] = {
     "KVCacheSpec": ("pdcore.kv.spec", "KVCacheSpec"),
     "KVPlacement": ("pdcore.kv.spec", "KVPlacement"),
     "PrefillCore": ("pdcore.scheduler.prefill", "PrefillCore"),
+    "SystemClock": ("pdcore.system_clock", "SystemClock"),
     "effects": ("pdcore.fsm.effects", ""),
     "events": ("pdcore.fsm.events", ""),
     "registration_of": ("pdcore.scheduler.route", "registration_of"),
     "route_of": ("pdcore.scheduler.route", "route_of"),
     # Level 2: a worker around your own engine.
     "Allocate": ("pdcore.engine.base", "Allocate"),
+    "Finished": ("pdcore.control.messages", "Finished"),
     "LocalPort": ("pdcore.local", "LocalPort"),
     "ModelRunner": ("pdcore.engine.base", "ModelRunner"),
+    "PagedLimits": ("pdcore.engine.paging", "PagedLimits"),
     "RunnerCaps": ("pdcore.engine.base", "RunnerCaps"),
     "SimulatedRunner": ("pdcore.engine.simulated", "SimulatedRunner"),
+    "Tokens": ("pdcore.control.messages", "Tokens"),
     "Worker": ("pdcore.worker", "Worker"),
+    "WorkerMessage": ("pdcore.control.messages", "WorkerMessage"),
     "WorkerOptions": ("pdcore.assembly", "WorkerOptions"),
     "WorkerThread": ("pdcore.worker_thread", "WorkerThread"),
     "ZmqChannel": ("pdcore.control.zmq", "ZmqChannel"),
     "available_transports": ("pdcore.transports.registry", "available"),
+    "batch_slots": ("pdcore.engine.paging", "batch_slots"),
     "build_worker": ("pdcore.assembly", "build_worker"),
-    "local_route": ("pdcore.local", "local_route"),
     "create_transport": ("pdcore.transports.registry", "create"),
+    "local_route": ("pdcore.local", "local_route"),
+    "side_by_side": ("pdcore.engine.paging", "side_by_side"),
     # Level 3: the apps in your own server.
+    "AppServer": ("pdcore.server.serve", "AppServer"),
+    "BootstrapClient": ("pdcore.control.bootstrap_client", "BootstrapClient"),
     "EmbeddedInstance": ("pdcore.server.embedded", "EmbeddedInstance"),
+    "IdDetokenizer": ("pdcore.server.text", "IdDetokenizer"),
+    "IdTokenizer": ("pdcore.server.text", "IdTokenizer"),
+    "RouteFetcher": ("pdcore.server.routes", "RouteFetcher"),
     "TextModel": ("pdcore.server.text", "TextModel"),
+    "bind": ("pdcore.server.serve", "bind"),
     "create_bootstrap_app": ("pdcore.server.bootstrap", "create_bootstrap_app"),
     "create_instance_app": ("pdcore.server.instance", "create_instance_app"),
     "create_router_app": ("pdcore.server.router", "create_router_app"),
+    "port_of": ("pdcore.server.serve", "port_of"),
     "run_lifespans": ("pdcore.server.lifespans", "run_lifespans"),
 }
 
 __all__ = [
     "Allocate",
+    "AppServer",
     "Batch",
+    "BootstrapClient",
     "CoreLimits",
     "CoreSetup",
     "DecodeCore",
     "EmbeddedInstance",
     "FinishReason",
+    "Finished",
     "GenerateRequest",
+    "IdDetokenizer",
+    "IdTokenizer",
     "Incarnation",
     "KVBlocks",
     "KVCacheEntry",
@@ -116,21 +141,28 @@ __all__ = [
     "KVPlacement",
     "LocalPort",
     "ModelRunner",
+    "PagedLimits",
     "PeerRef",
     "PrefillCore",
     "Role",
     "RoomKey",
+    "RouteFetcher",
     "RunnerCaps",
     "SamplingParams",
     "SimulatedRunner",
     "StepOutput",
+    "SystemClock",
     "TextModel",
+    "Tokens",
     "Worker",
+    "WorkerMessage",
     "WorkerOptions",
     "WorkerThread",
     "ZmqChannel",
     "__version__",
     "available_transports",
+    "batch_slots",
+    "bind",
     "build_worker",
     "create_bootstrap_app",
     "create_instance_app",
@@ -140,9 +172,11 @@ __all__ = [
     "errors",
     "events",
     "local_route",
+    "port_of",
     "registration_of",
     "route_of",
     "run_lifespans",
+    "side_by_side",
     "types",
 ]
 

@@ -3,8 +3,10 @@ stays short enough to read in one go."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +97,36 @@ def test_the_apps_are_mounted_in_servers_of_your_own() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def pdcore_modules(text: str) -> set[str]:
+    """What a program imports of pdcore, by full name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] == "pdcore"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_needs_nothing_but_what_is_exported(path: Path) -> None:
+    """What stays stable is what `pdcore` exports (docs/library.md): that must be enough."""
+    assert pdcore_modules(path.read_text(encoding="utf-8")) == {"pdcore"}
+
+
+def test_an_import_past_the_exports_is_seen() -> None:
+    deep = "import pdcore\nfrom pdcore.server.serve import bind"
+    assert pdcore_modules(deep) == {"pdcore", "pdcore.server.serve"}
+
+
+def test_every_export_is_named_in_the_page() -> None:
+    """docs/library.md says which level a name belongs to, or shows how it is used."""
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    examples = "".join(path.read_text(encoding="utf-8") for path in EXAMPLES)
+    known = set(re.findall(r"\w+", page + examples))
+    assert set(pdcore.__all__) - known == {"__version__"}
 
 
 def test_every_example_is_run_here() -> None:
