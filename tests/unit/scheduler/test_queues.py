@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdcore.config import CoreLimits
 from pdcore.errors import Overloaded, RoomInUse, failure
@@ -28,15 +26,6 @@ from pdcore.scheduler.queues import (
 from pdcore.types import FinishReason, GenerateRequest, RoomKey
 from tests.unit.scheduler.kit import make_decode, make_prefill, make_request, make_setup
 
-# --- timers -----------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["arm", "disarm"]), st.integers(0, 3), st.integers(0, 9)),
-        max_size=40,
-    )
-)
 # --- tables -----------------------------------------------------------------------------
 
 

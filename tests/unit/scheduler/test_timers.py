@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pdcore.scheduler.timers import SLACK, Timers
 from pdcore.types import RoomKey
 
@@ -58,6 +61,12 @@ def test_a_timer_armed_by_its_own_handler_waits_for_its_time() -> None:
     assert timers.next_s == 2.5
 
 
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["arm", "disarm"]), st.integers(0, 3), st.integers(0, 9)),
+        max_size=40,
+    )
+)
 def test_timers_equal_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
     timers, model = Timers(), dict[int, float]()
     for act, key, at_s in steps:
