@@ -135,8 +135,6 @@ class WorkerConfig:
     dp_size: int = 1
     dp_rank: int = 0
     allowed_bootstraps: tuple[str, ...] = ()
-    expected_fingerprint: str = ""
-    expected_layout_digest: str = ""
     cpu_cores: tuple[int, ...] = ()
 
     def encode(self) -> bytes:

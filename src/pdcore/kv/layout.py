@@ -76,18 +76,20 @@ def resharded(spec: KVCacheSpec, tp_size: int, tp_rank: int) -> KVCacheSpec:
 def num_blocks_for(spec: KVCacheSpec, available_bytes: int, max_prefill_tokens: int = 0) -> int:
     """R100 online: blocks per manager key, the null block included, that fit memory.
 
-    Raises ConfigError when a prompt of ``max_prefill_tokens`` and its first output token
-    would not fit them.
+    Raises ConfigError, which names the settings, when a prompt of ``max_prefill_tokens``
+    and its first output token would not fit them.
     """
     per_block = sum(spec.block_bytes.values())
     num_blocks = max(0, available_bytes) // per_block
     smallest = min(group.block_size for group in kv_groups(spec))
-    if num_blocks < 2 or (num_blocks - 1) * smallest - 1 < max_prefill_tokens:
-        needed = (-(-(max_prefill_tokens + 1) // smallest) + 1) * per_block
+    room = (num_blocks - 1) * smallest - 1
+    if num_blocks < 2 or room < max_prefill_tokens:
+        needed = -(-(max_prefill_tokens + 1) // smallest) + 1
         raise ConfigError(
-            f"KV memory: {available_bytes} bytes hold {num_blocks} blocks of {smallest} tokens, "
-            f"too few for a prompt of max_prefill_tokens {max_prefill_tokens}; give at least "
-            f"{needed} bytes or lower max_prefill_tokens"
+            f"the KV pool holds {max(0, room)} tokens ({num_blocks} blocks of {smallest}), but "
+            f"max_prefill_tokens is {max_prefill_tokens}: set scheduler_config.kv_cache_bytes to "
+            f"at least {needed * per_block} (num_blocks: {needed}), or lower "
+            "scheduler_config.max_prefill_tokens"
         )
     return num_blocks
 

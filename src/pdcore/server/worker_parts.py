@@ -19,7 +19,7 @@ from pdcore.control.link import WorkerId, WorkerLink
 from pdcore.control.messages import WorkerHealth, WorkerReady
 from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.base import ModelRunner
-from pdcore.errors import ConfigError
+from pdcore.kv.layout import num_blocks_for, table_width
 from pdcore.scheduler.route import registration_of
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.server.registration import Registration
@@ -27,6 +27,7 @@ from pdcore.server.routes import LOOPBACK_HOSTS, RouteFetcher
 from pdcore.system_clock import SystemClock
 from pdcore.transports import registry
 from pdcore.transports.base import Transport
+from pdcore.transports.shm_segment import available_bytes
 from pdcore.types import Incarnation, Role
 from pdcore.worker import LeaderPort, Worker
 
@@ -151,31 +152,37 @@ def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunne
         from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 
         simulated = SimulatedConfig(block_size=config.block_size)
-        if config.max_model_len is not None:
-            simulated = attrs.evolve(simulated, max_model_len=config.max_model_len)
+        length = _model_len(config, lambda: simulated.max_model_len)
+        if length is not None:
+            simulated = attrs.evolve(simulated, max_model_len=length)
         return SimulatedRunner(simulated)
     from pdcore.engine.load import load_runner, resolve_model
 
     path = Path(config.model_path) if config.model_path is not None else None
     cache_dir = Path(config.cache_dir)
     on_progress("loading the model (a first start converts its weights, once)")
-    max_model_len = config.max_model_len
-    if config.max_new_tokens is not None and config.role == Role.DECODE.value:
-        # R18: what decode ever needs is its longest prompt and its longest output. Prefill
-        # makes one token, whatever the request asks for.
-        trained = resolve_model(path, cache_dir).config.max_model_len
-        longest = config.limits.max_prefill_tokens + config.max_new_tokens
-        max_model_len = min(longest, max_model_len or trained, trained)
     runner = load_runner(
         path,
         config.dtype,
         config.num_threads,
         cache_dir=cache_dir,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=_model_len(
+            config, lambda: resolve_model(path, cache_dir).config.max_model_len
+        ),
     )
     on_progress("taking KV memory")
     return runner
+
+
+def _model_len(config: WorkerConfig, trained_len: Callable[[], int]) -> int | None:
+    """What decode ever needs is its longest prompt and its longest output (R18). Prefill
+    makes one token, whatever a request asks for. None: what the model was trained for."""
+    if config.max_new_tokens is None or config.role != Role.DECODE.value:
+        return config.max_model_len
+    trained = trained_len()
+    longest = config.limits.max_prefill_tokens + config.max_new_tokens
+    return min(longest, config.max_model_len or trained, trained)
 
 
 def effective_limits(limits: CoreLimits, max_model_len: int) -> CoreLimits:
@@ -188,38 +195,16 @@ def effective_limits(limits: CoreLimits, max_model_len: int) -> CoreLimits:
 def num_blocks(config: WorkerConfig, limits: CoreLimits, runner: ModelRunner) -> int:
     """Blocks of the KV pool, the null block included (R100).
 
-    More than ``max_running`` sequences of full length could use are never taken. Raises
-    ConfigError when one longest prompt does not fit.
+    What memory allows, but never more than ``max_running`` sequences of full length could
+    use. Raises ConfigError when one longest prompt does not fit.
     """
     spec = runner.kv_cache_spec
-    block_bytes = sum(spec.block_bytes.values())
     if config.num_blocks is not None:
-        count = config.num_blocks
-    else:
-        available = config.kv_cache_bytes
-        if available is None:
-            available = int(free_memory_bytes() * (config.mem_fraction or 0.0))
-        smallest = min(spec.block_sizes.values())
-        useful = limits.max_running * -(-runner.max_model_len // smallest) + 1
-        count = min(available // block_bytes, useful)
-    for key, block_size in spec.block_sizes.items():
-        room = (count - 1) * block_size - 1
-        if room < limits.max_prefill_tokens:
-            needed = -(-(limits.max_prefill_tokens + 1) // block_size) + 1
-            raise ConfigError(
-                f"the KV pool holds {max(0, room)} tokens ({count} blocks of {block_size}, "
-                f"{key}), but max_prefill_tokens is {limits.max_prefill_tokens}: set "
-                f"scheduler_config.kv_cache_bytes to at least {needed * block_bytes}, or lower "
-                f"scheduler_config.max_prefill_tokens"
-            )
-    return count
-
-
-def free_memory_bytes() -> int:
-    """Memory that is free now, page cache included where the kernel tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    values = {line.partition(":")[0]: line.split()[1] for line in lines}
-    return int(values["MemAvailable"]) << 10
+        chosen = config.num_blocks * sum(spec.block_bytes.values())
+        return num_blocks_for(spec, chosen, limits.max_prefill_tokens)
+    available = config.kv_cache_bytes
+    if available is None:
+        available = int(available_bytes() * (config.mem_fraction or 0.0))
+    longest = table_width(runner.max_model_len, min(spec.block_sizes.values()))
+    useful = limits.max_running * longest + 1
+    return min(num_blocks_for(spec, available, limits.max_prefill_tokens), useful)

@@ -124,11 +124,14 @@ def memfd_works() -> bool:
 
 def available_bytes() -> int:
     """What can be allocated without driving the machine, or our cgroup, out of memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:  # another system than Linux
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = 1 << 62
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                limit = int(line.split()[1]) * 1024
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            limit = int(line.split()[1]) * 1024
     for directory in _cgroups():
         try:
             ceiling = (directory / "memory.max").read_text("ascii").strip()

@@ -65,10 +65,10 @@ def test_blocks_from_bytes() -> None:
     block = 2 * 16384
     assert num_blocks_for(spec, 10 * block + 1) == 10
     assert num_blocks_for(spec, 10 * block, max_prefill_tokens=9 * 128 - 1) == 10
-    with pytest.raises(ConfigError, match=f"give at least {11 * block} bytes"):
+    with pytest.raises(ConfigError, match=rf"at least {11 * block} \(num_blocks: 11\)"):
         num_blocks_for(spec, 10 * block, max_prefill_tokens=9 * 128)
     for available in (-5, 0, block):
-        with pytest.raises(ConfigError, match="KV memory"):
+        with pytest.raises(ConfigError, match="the KV pool holds 0 tokens"):
             num_blocks_for(spec, available)
 
 

@@ -13,10 +13,10 @@ from pdcore.scheduler.route import registration_of
 from pdcore.server.worker_parts import (
     build,
     effective_limits,
-    free_memory_bytes,
     load,
     num_blocks,
 )
+from pdcore.transports.shm_segment import available_bytes
 
 RUNNER = SimulatedRunner(SimulatedConfig())
 BLOCK_BYTES = sum(RUNNER.kv_cache_spec.block_bytes.values())
@@ -65,15 +65,29 @@ def test_a_pool_that_cannot_hold_one_prompt_is_refused_with_the_size_that_would(
     limits = effective_limits(config.limits, 4096)
     with pytest.raises(ConfigError, match=r"kv_cache_bytes to at least (\d+)") as error:
         num_blocks(config, limits, RUNNER)
-    needed = int(str(error.value).split("at least ")[1].split(",")[0])
+    needed = int(str(error.value).split("at least ")[1].split(" ")[0])
     count = num_blocks(worker(kv_cache_bytes=needed), limits, RUNNER)
     with pytest.raises(ConfigError):
         num_blocks(worker(kv_cache_bytes=needed - 1), limits, RUNNER)
     assert (count - 1) * 16 - 1 >= limits.max_prefill_tokens
 
 
-def test_free_memory_is_plausible() -> None:
-    assert 1 << 20 < free_memory_bytes() < 1 << 50
+def test_a_share_of_memory_is_of_what_the_cgroup_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R100 with mem_fraction_static: a container's limit counts, not the machine's memory.
+    The same function says what a shared segment may take."""
+    monkeypatch.setattr("pdcore.server.worker_parts.available_bytes", lambda: 1000 * BLOCK_BYTES)
+    config = worker(kv_cache_bytes=None, mem_fraction=0.5)
+    assert num_blocks(config, effective_limits(config.limits, 4096), RUNNER) == 500
+    available = "pdcore.transports.shm_segment.available_bytes"
+    assert f"{available_bytes.__module__}.{available_bytes.__name__}" == available
+
+
+@pytest.mark.parametrize(("role", "expected"), [("decode", 76), ("prefill", 4096)])
+def test_decode_is_as_long_as_its_longest_prompt_and_output(role: str, expected: int) -> None:
+    """R18, for every engine: the simulated one did not listen."""
+    limits = attrs.evolve(CoreLimits(), max_prefill_tokens=64)
+    config = worker(role=role, max_new_tokens=12, limits=limits)
+    assert load(config, lambda text: None).max_model_len == expected
 
 
 def test_simulated_takes_its_sizes_from_the_configuration() -> None:
