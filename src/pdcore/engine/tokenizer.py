@@ -5,8 +5,8 @@ every digit *before* the byte-level split; leaving that out changes the ids wher
 white space precedes a digit ("list:\\n 1"), silently.
 
 Some raw bytes are not in a vocabulary (SmolLM2 lacks 21, among them the control
-characters 0x04, 0x06, 0x13, 0x14, 0x16, 0x1d). ``encode`` drops them, as llama.cpp does;
-``missing_bytes`` names them. A prompt of nothing else encodes to no ids.
+characters 0x04, 0x06, 0x13, 0x14, 0x16, 0x1d). ``encode`` drops them, as llama.cpp does. A
+prompt of nothing else encodes to no ids.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import codecs
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pdcore.engine.chat_template import Message, compile_template, render
 from pdcore.engine.gguf import GGUFFile
 from pdcore.engine.weights import hf_eos_token_ids
 from pdcore.errors import EngineError, InvalidRequest
@@ -37,8 +37,10 @@ _USER_DEFINED: Final = 4
 #: Pre-tokenizers of ``tokenizer.ggml.pre`` that we know exactly; a guess would be silent.
 _DIGITS_FIRST: Final = {"smollm": True, "gpt-2": False}
 
-#: A message as the chat endpoints receive it: role, content, perhaps more.
-Message = Mapping[str, object]
+#: From here on a text is encoded as a batch of one. A 1 MiB text takes seconds, and only
+#: the batch call lets the process's other threads run meanwhile; for short texts it costs
+#: more than it frees.
+LONG_TEXT_CHARS: Final = 2048
 
 
 def byte_symbols() -> dict[str, int]:
@@ -111,7 +113,7 @@ class Tokenizer:
             config = _TokenizerConfig()
             if (config_path := folder / "tokenizer_config.json").is_file():
                 config = msgspec.json.decode(config_path.read_bytes(), type=_TokenizerConfig)
-        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as exc:
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as exc:
             raise EngineError(f"{path}: cannot read the tokenizer: {exc}") from exc
         if kind.model.type != "BPE" or not kind.is_byte_level():
             raise EngineError(
@@ -135,8 +137,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens spelled out in it become special tokens."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        """Token ids of a text; special tokens spelled out in it become special tokens.
+
+        A long text is encoded without the GIL: in a thread, it keeps nobody waiting.
+        """
+        if len(text) < LONG_TEXT_CHARS:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -145,33 +153,42 @@ class Tokenizer:
         return detokenizer.push(ids) + detokenizer.finish()
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
     ) -> list[int]:
-        """Token ids of a rendered conversation. Raises InvalidRequest naming ``messages``
-        when the model's template refuses them."""
+        """Token ids of a rendered conversation; ``kwargs`` are the request's
+        ``chat_template_kwargs``. Raises InvalidRequest naming these or ``messages`` when
+        the model's template refuses them, whatever it raised."""
         return self.encode(
             self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         )
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
     ) -> str:
         """Text of a conversation. Raises as :meth:`apply_chat_template`."""
-        import jinja2
-
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-        variables = {**self.special_texts, **kwargs}
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as exc:
-            raise InvalidRequest("messages", f"the model's chat template failed: {exc}") from exc
+        return render(
+            self._template,
+            messages,
+            kwargs,
+            self.special_texts,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
-        return None if self.chat_template is None else _compile_template(self.chat_template)
+        return None if self.chat_template is None else compile_template(self.chat_template)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -188,10 +205,13 @@ class Tokenizer:
         return table
 
     @cached_property
-    def missing_bytes(self) -> frozenset[int]:
-        """Byte values that ``encode`` drops because the vocabulary has no symbol for them."""
-        vocab = self.backend.get_vocab(False)
-        return frozenset(byte for symbol, byte in byte_symbols().items() if symbol not in vocab)
+    def max_token_bytes(self) -> int:
+        """Most UTF-8 bytes of text that one id stands for, special tokens included. A text
+        of more than n times as many has more than n tokens (bytes that ``encode`` drops
+        not counted), so it can be refused before it is encoded."""
+        added = self.backend.get_added_tokens_decoder().values()
+        special = max((len(token.content.encode()) for token in added), default=0)
+        return max(special, *map(len, self.token_bytes), 1)
 
     def export(self, folder: Path, *, max_model_len: int = 8192) -> None:
         """Write tokenizer.json, tokenizer_config.json and a minimal config.json.
@@ -345,36 +365,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
             if named.name == "default":
                 return named.template
         path = folder / "chat_template.jinja"
-        return path.read_text("utf-8") if path.is_file() else None
-
-
-def _compile_template(source: str) -> jinja2.Template:
-    """A model's template is downloaded code: sandboxed, and with the names templates of
-    the field expect (raise_exception, strftime_now, tojson without HTML escapes)."""
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError as exc:
-        raise EngineError(
-            "the chat template needs jinja2: run `pip install 'pdcore[model]'`"
-        ) from exc
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(value: object, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(source)
-    except TemplateError as exc:
-        raise EngineError(f"the model's chat template is broken: {exc}") from exc
+        try:
+            return path.read_text("utf-8") if path.is_file() else None
+        except (OSError, UnicodeDecodeError) as exc:
+            raise EngineError(f"{path}: cannot read the chat template: {exc}") from exc

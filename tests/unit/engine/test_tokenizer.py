@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -10,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcore.engine import tokenizer as tokenizer_module
 from pdcore.engine.gguf import GGUFFile
 from pdcore.engine.load import find_embedded_model
 from pdcore.engine.tokenizer import IncrementalDetokenizer, Tokenizer, byte_symbols
@@ -67,11 +72,20 @@ def test_smollm2_ids(smollm2: Tokenizer) -> None:
     assert pieces(smollm2, "list:\n 1") == ["list", ":", "\n ", "1"]
     assert pieces(smollm2, "a  1") == ["a", "  ", "1"]
     assert smollm2.encode("<|im_start|>user\n") == [1, 4093, 198]
-    assert len(smollm2.missing_bytes) == 21
-    assert {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D} <= smollm2.missing_bytes
+    assert smollm2.max_token_bytes == 81
 
 
-def test_missing_bytes_are_dropped_and_named(smollm2: Tokenizer) -> None:
+@cache
+def missing_bytes(tokenizer: Tokenizer) -> frozenset[int]:
+    """Byte values without a symbol in the vocabulary."""
+    vocab = tokenizer.backend.get_vocab(False)
+    return frozenset(byte for symbol, byte in byte_symbols().items() if symbol not in vocab)
+
+
+def test_bytes_that_the_vocabulary_lacks_are_dropped(smollm2: Tokenizer) -> None:
+    missing = missing_bytes(smollm2)
+    assert len(missing) == 21
+    assert {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D} <= missing
     assert smollm2.decode(smollm2.encode("a\x04b")) == "ab"
     assert smollm2.encode("\x13") == []
 
@@ -86,7 +100,7 @@ def test_round_trip(tiny: Tokenizer, text: str) -> None:
 
 @given(TEXTS)
 def test_round_trip_smollm2(smollm2: Tokenizer, text: str) -> None:
-    kept = bytes(b for b in text.encode() if b not in smollm2.missing_bytes)
+    kept = bytes(b for b in text.encode() if b not in missing_bytes(smollm2))
     assert smollm2.decode(smollm2.encode(text)) == kept.decode("utf-8", "replace")
 
 
@@ -134,6 +148,63 @@ def test_a_detokenizer_looks_at_each_id_once(tiny: Tokenizer) -> None:
     assert detokenizer.finish() == ""
 
 
+SPELLED = st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", " 12", "\n"])
+
+
+@given(st.lists(SPELLED | TEXTS, max_size=12).map("".join))
+def test_a_long_text_gets_the_ids_of_a_short_one(smollm2: Tokenizer, text: str) -> None:
+    """The batch call that frees the other threads: same ids, special tokens among them."""
+    short = smollm2.backend.encode(text, add_special_tokens=False).ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "LONG_TEXT_CHARS", 0)
+        assert smollm2.encode(text) == short
+
+
+def test_a_text_above_the_threshold_has_the_same_ids(smollm2: Tokenizer) -> None:
+    text = "<|im_start|>user\nlist:\n 1 é😀\x04<|im_end|>" * 100
+    assert len(text) > tokenizer_module.LONG_TEXT_CHARS
+    ids = smollm2.backend.encode(text, add_special_tokens=False).ids
+    assert smollm2.encode(text) == ids
+    assert ids.count(1) == ids.count(2) == 100
+
+
+def check_others_run(encode: Callable[[str], object]) -> None:
+    """While one thread encodes a long text, another one gets on."""
+    rng = random.Random(7)
+    text = "".join(rng.choices("abcdefghij", k=60_000))
+    turns, done, span = 0, threading.Event(), [0, 0]
+
+    def work() -> None:
+        span[0] = turns
+        encode(text)
+        span[1] = turns
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.wait(0.0005):
+        turns += 1
+    thread.join()
+    assert span[1] - span[0] > 3, "everybody stood still"
+
+
+def test_a_long_text_keeps_no_other_thread_waiting(smollm2: Tokenizer) -> None:
+    """A 1 MiB prompt held the interpreter for seconds: an event loop, heartbeats, all."""
+    check_others_run(smollm2.encode)
+
+
+def test_the_plain_call_fails_the_check(smollm2: Tokenizer) -> None:
+    """Mutant: in a thread too, but with the interpreter held."""
+    with pytest.raises(AssertionError, match="stood still"):
+        check_others_run(lambda text: smollm2.backend.encode(text, add_special_tokens=False))
+
+
+@given(st.lists(SPELLED | TEXTS, max_size=12).map("".join))
+def test_no_id_stands_for_more_than_max_token_bytes(tiny: Tokenizer, text: str) -> None:
+    assert len(text.encode()) <= len(tiny.encode(text)) * tiny.max_token_bytes
+    assert tiny.max_token_bytes == len("<|endoftext|>")
+
+
 def test_chat_template(tiny: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     text = "<|im_start|>user\nhello<|im_end|>\n"
@@ -146,24 +217,6 @@ def test_smollm2_chat_has_its_default_system_prompt(smollm2: Tokenizer) -> None:
     text = smollm2.render_chat([{"role": "user", "content": "Hi"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "messages: .*roles must alternate"),
-        ("{{ messages[0]['absent'] + 'x' }}", "messages: the model's chat template failed"),
-        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "messages: "),
-        ("{{ messages.append(1) }}", "messages: "),
-    ],
-)
-def test_a_template_that_refuses_or_tries_to_escape(
-    tmp_path: Path, template: str, message: str
-) -> None:
-    """Templates are downloaded code: sandboxed, and their errors are the request's."""
-    tokenizer = make(tmp_path / "m.gguf", **{"tokenizer.chat_template": template})
-    with pytest.raises(InvalidRequest, match=message):
-        tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 
 def test_what_templates_of_the_field_expect(tmp_path: Path) -> None:
