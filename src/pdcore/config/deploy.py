@@ -85,6 +85,16 @@ class ServerConfig:
     max_restarts: int = bounded(
         5, "times", "in a row without becoming ready; then the instance exits 1 (D45)", low=0
     )
+    worker_health_timeout_s: float = bounded(
+        60.0,
+        "s",
+        "without a word from a worker: it is killed and restarted as if dead; a quarter of it: "
+        "unhealthy (D45). One step of the engine must be shorter",
+        low=0.1,
+    )
+    enable_stop: bool = flag(
+        False, "POST /stop drains the instance (R34); off, as everybody could (D40)"
+    )
     pin_cpus: bool = flag(False, "give each worker its slice of this process's cores (R11)")
     log_level: str = choice(
         "info", ("debug", "info", "warning", "error"), "of worker and leader logs", seed="INFO"

@@ -74,12 +74,12 @@ _CANCEL: Final = msgspec.json.Decoder(CancelBody)
 @attrs.frozen
 class InstanceOptions:
     """``leg`` says what the endpoints need; ``bootstrap`` is the ``host:port`` of a prefill
-    instance's bootstrap server, which routers read from /health. ``extra_problems`` makes
-    /health 503 for what only the leader knows; ``on_stop`` enables POST /stop."""
+    instance's bootstrap server, which routers read from /health. ``on_stuck(rank)`` hears of
+    a worker that hangs; ``on_stop`` enables POST /stop."""
 
     leg: LegOptions
     bootstrap: str = ""
-    extra_problems: Callable[[], list[str]] = list
+    on_stuck: Callable[[int], None] | None = None
     on_stop: Callable[[], None] | None = None
 
 
@@ -109,19 +109,23 @@ def create_instance_app(
     return Starlette(
         routes=routes,
         exception_handlers=error_handlers(),
-        lifespan=lambda app: _watch_health(dispatcher, clock),
+        lifespan=lambda app: _watch_health(dispatcher, clock, options.on_stuck),
     )
 
 
 @contextlib.asynccontextmanager
-async def _watch_health(dispatcher: Dispatcher, clock: Clock) -> AsyncIterator[None]:
+async def _watch_health(
+    dispatcher: Dispatcher, clock: Clock, on_stuck: Callable[[int], None] | None
+) -> AsyncIterator[None]:
     """Workers that fall silent are noticed once a second (D45, D48)."""
     loop = asyncio.get_running_loop()
     handle: asyncio.TimerHandle | None = None
 
     def check() -> None:
         nonlocal handle
-        dispatcher.workers.check(clock.monotonic())
+        for rank in dispatcher.workers.check(clock.monotonic()):
+            if on_stuck is not None:
+                on_stuck(rank)
         handle = loop.call_later(_HEALTH_CHECK_S, check)
 
     check()
@@ -179,10 +183,7 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         workers = self._dispatcher.workers
-        problems = [*workers.problems(), *self._options.extra_problems()]
         state = workers.state
-        if problems and state is InstanceState.READY:
-            state = InstanceState.UNHEALTHY
         leg = self._options.leg
         body = {
             "status": STATUS[state],
@@ -191,7 +192,7 @@ class _Pages:
             "dp_size": workers.dp_size,
             "bootstrap": self._options.bootstrap or None,
             "model": self._text.name,
-            "problems": problems,
+            "problems": workers.problems(),
         }
         is_ready = state is InstanceState.READY
         return json_response(body, 200 if is_ready else 503)

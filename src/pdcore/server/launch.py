@@ -86,6 +86,14 @@ class Supervisor:
         if not slot.ready.done():
             slot.ready.set_result(0)
 
+    def end_stuck(self, rank: int, detail: str) -> None:
+        """SIGKILL for a worker that hangs, which nothing else reaches; then as for any other
+        death. Nothing if it is gone."""
+        child = self._slots[rank].child
+        if child is not None:
+            child.failure = detail
+            child.kill()
+
     def pids(self) -> dict[int, int]:
         """Rank -> process id of the workers that run now."""
         return {rank: s.child.pid for rank, s in self._slots.items() if s.child is not None}

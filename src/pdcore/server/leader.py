@@ -118,7 +118,9 @@ class Leader:
         self._clock = SystemClock()
         self.dispatcher = Dispatcher(
             self._sockets.link,
-            WorkerRegistry(parallel.world_size, parallel.dp_size),
+            WorkerRegistry(
+                parallel.world_size, parallel.dp_size, config.server.worker_health_timeout_s
+            ),
             clock=self._clock,
             limits=DispatcherLimits(
                 clock_skew_s=config.limits.clock_skew_s,
@@ -157,7 +159,7 @@ class Leader:
         over: GaveUp | None = None
         try:
             await self._sockets.link.start()
-            for app, listener in await self._apps():
+            for app, listener in await self._apps(stopping):
                 server = AppServer(app, listener)
                 started.append(server)
                 await server.start()
@@ -176,7 +178,7 @@ class Leader:
         """End the workers now: the second Ctrl-C, or draining that took too long."""
         self.supervisor.kill()
 
-    async def _apps(self) -> list[tuple[ASGIApp, socket.socket]]:
+    async def _apps(self, stopping: asyncio.Event) -> list[tuple[ASGIApp, socket.socket]]:
         config = self.config
         model = await asyncio.to_thread(open_model, config.model, self._place.cache_dir)
         leg = LegOptions(
@@ -187,7 +189,12 @@ class Leader:
             allowed_bootstraps=frozenset(config.disagg.allowed_bootstraps),
             local_hosts=frozenset({config.disagg.local_ip}),
         )
-        options = InstanceOptions(leg=leg, bootstrap=self.bootstrap)
+        options = InstanceOptions(
+            leg=leg,
+            bootstrap=self.bootstrap,
+            on_stuck=self._on_stuck,
+            on_stop=stopping.set if config.server.enable_stop else None,
+        )
         app = create_instance_app(options, model.text, self.dispatcher, clock=self._clock)
         apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._sockets.http)]
         if self._sockets.bootstrap is not None:
@@ -260,6 +267,12 @@ class Leader:
     def _on_lost(self, rank: int, detail: str) -> None:
         self.dispatcher.on_lost(rank, detail)
         self._report_changes()
+
+    def _on_stuck(self, rank: int) -> None:
+        """What it had fails now: a process that hangs in the kernel may take long to die."""
+        detail = f"no health report for {self.config.server.worker_health_timeout_s:g} s: killed"
+        self._on_lost(rank, detail)
+        self.supervisor.end_stuck(rank, detail)
 
     def _report_changes(self) -> None:
         workers = self.dispatcher.workers

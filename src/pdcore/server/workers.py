@@ -8,6 +8,7 @@ which shares them with its group (R40).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from pdcore.control.messages import WorkerHealth, WorkerReady
 from pdcore.errors import failure
@@ -16,12 +17,17 @@ from pdcore.fsm.instance import Instance, Problem, WorkerLost
 from pdcore.fsm.states import InstanceState
 from pdcore.server.pending import Refused
 
+#: A worker that was silent for this share of its time-out makes the instance unhealthy: no
+#: new requests for one that may hang, and no restart for one that is only slow.
+SILENT_SHARE: Final = 0.25
+
 
 class WorkerRegistry:
     """Expected: ``world_size`` ranks in ``dp_size`` groups of equal size. A worker that has
-    not reported its health for ``health_timeout_s`` makes the instance unhealthy."""
+    not reported its health for a quarter of ``health_timeout_s`` makes the instance
+    unhealthy; after all of it the worker is stuck."""
 
-    def __init__(self, world_size: int, dp_size: int = 1, health_timeout_s: float = 15.0) -> None:
+    def __init__(self, world_size: int, dp_size: int = 1, health_timeout_s: float = 60.0) -> None:
         if world_size < 1 or dp_size < 1 or world_size % dp_size:
             raise ValueError(f"dp_size must divide world_size ({world_size}), got {dp_size}")
         self.world_size = world_size
@@ -78,12 +84,22 @@ class WorkerRegistry:
         self._counters[rank] = health.counters
         self._report(rank, frozenset(health.problems))
 
-    def check(self, now_s: float) -> None:
-        """Workers that have fallen silent become problems until they are heard again."""
+    def check(self, now_s: float) -> list[int]:
+        """Workers that have fallen silent become problems until they are heard again.
+
+        Returns the ranks that are stuck: silent for the whole time-out, and silent already
+        when we looked before, for after a pause of our own everybody seems to be.
+        """
+        silent_s = self._health_timeout_s * SILENT_SHARE
+        problem = f"no health report for {silent_s:g} s"
+        stuck = []
         for rank, heard_s in self._heard_s.items():
-            if now_s - heard_s > self._health_timeout_s:
-                silent = f"no health report for {self._health_timeout_s:g} s"
-                self._report(rank, self._reported.get(rank, frozenset()) | {silent})
+            if now_s - heard_s > silent_s:
+                former = self._reported.get(rank, frozenset())
+                if problem in former and now_s - heard_s > self._health_timeout_s:
+                    stuck.append(rank)
+                self._report(rank, former | {problem})
+        return stuck
 
     def _report(self, rank: int, problems: frozenset[str]) -> None:
         former = self._reported.get(rank, frozenset())

@@ -54,14 +54,25 @@ def test_health_is_200_only_when_ready_and_names_what_is_missing() -> None:
     run(play())
 
 
-def test_problems_of_the_leader_count_too() -> None:
+def test_who_hangs_is_told_to_the_leader() -> None:
+    """D45; where nobody listens (an embedded worker) it stays a problem."""
+
     async def play() -> None:
-        problems: list[str] = []
-        app = app_of(World(), extra_problems=lambda: problems)
-        assert (await call(app, "GET", "/health")).status == 200
-        problems.append("the bootstrap server is down")
-        reply = await call(app, "GET", "/health")
-        assert (reply.status, reply.json()["problems"]) == (503, problems)
+        stuck: list[int] = []
+        world = World()
+        app = app_of(world, on_stuck=stuck.append)
+        world.health()
+        world.clock.advance(61.0)
+        assert world.dispatcher.workers.check(world.clock.monotonic()) == []
+        async with app.router.lifespan_context(app):
+            assert stuck == [0]
+        alone = World()
+        app = app_of(alone)
+        alone.health()
+        alone.clock.advance(61.0)
+        async with app.router.lifespan_context(app):
+            reply = await call(app, "GET", "/health")
+            assert reply.json()["problems"] == ["rank 0: no health report for 15 s"]
 
     run(play())
 

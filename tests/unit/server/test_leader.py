@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -45,11 +47,17 @@ class Rig:
             self._news.clear()
             await self._news.wait()
 
-    async def get(self, address: str, path: str) -> tuple[int, dict[str, object]]:
+    async def get(self, address: str, path: str) -> tuple[int, dict[str, Any]]:
+        return await self.request("GET", address, path)
+
+    async def request(
+        self, method: str, address: str, path: str, body: object = None
+    ) -> tuple[int, dict[str, Any]]:
         host, _, port = address.rpartition(":")
+        data = b"" if body is None else json.dumps(body).encode()
         client = HttpClient()
         try:
-            reply = await client.request("GET", Origin(host, int(port)), path)
+            reply = await client.request(method, Origin(host, int(port)), path, data)
             return reply.status, json.loads(await reply.read())
         finally:
             await client.aclose()
@@ -100,6 +108,68 @@ def test_the_life_of_an_instance(tmp_path: Path) -> None:
         assert await rig.running == 0
         assert rig.leader.supervisor.pids() == {}
         assert (tmp_path / "log_0.log").exists()
+
+    run(main)
+
+
+async def exited(pid_fd: int) -> None:
+    """Returns when the process of a pidfd is gone."""
+    loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+    loop.add_reader(pid_fd, lambda: gone.done() or gone.set_result(None))
+    try:
+        await gone
+    finally:
+        loop.remove_reader(pid_fd)
+        os.close(pid_fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
+def test_a_stuck_worker_is_killed_and_restarted(tmp_path: Path) -> None:
+    """D45: a process that hangs is like one that died. What it had fails with peer_lost
+    instead of waiting for its own deadline, and the next life serves."""
+
+    async def main() -> None:
+        server = attrs.evolve(CONFIG.server, worker_health_timeout_s=0.5)
+        limits = attrs.evolve(CONFIG.limits, heartbeat_interval_s=0.05)
+        rig = Rig(attrs.evolve(CONFIG, server=server, limits=limits), tmp_path)
+        await rig.until(lambda: Ready() in rig.reports)
+        (pid,) = rig.leader.supervisor.pids().values()
+        pid_fd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGSTOP)
+        body = {"prompt": [5], "bootstrap_room": 1, "attempt": 1, "max_tokens": 1}
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1}
+        status, answer = await rig.request(
+            "POST", rig.leader.instance, "/generate", {**body, **where}
+        )
+        assert (status, answer["error"]["code"]) == (503, "peer_lost")
+        assert "no health report for 0.5 s" in answer["error"]["message"]
+        await exited(pid_fd)
+        await rig.until(lambda: rig.reports[-1] == Health([]))
+        assert rig.leader.supervisor.pids()[0] != pid
+        assert (await health(rig))[0] == 200
+        rig.stopping.set()
+        assert await rig.running == 0
+
+    run(main)
+
+
+def test_post_stop_drains_where_it_was_enabled(tmp_path: Path) -> None:
+    """R34; D40: off unless the configuration says so."""
+
+    async def main() -> None:
+        server = attrs.evolve(CONFIG.server, enable_stop=True)
+        rig = Rig(attrs.evolve(CONFIG, server=server), tmp_path)
+        await rig.until(lambda: Ready() in rig.reports)
+        status, _ = await rig.request("POST", rig.leader.instance, "/stop")
+        assert status == 202
+        assert await rig.running == 0
+        off = Rig(CONFIG, tmp_path)
+        await off.until(lambda: Ready() in off.reports)
+        status, _ = await off.request("POST", off.leader.instance, "/stop")
+        assert status == 404
+        off.stopping.set()
+        assert await off.running == 0
 
     run(main)
 

@@ -13,7 +13,7 @@ from tests.unit.server.kit import ready
 
 
 def full(world_size: int = 4, dp_size: int = 2) -> WorkerRegistry:
-    workers = WorkerRegistry(world_size, dp_size, health_timeout_s=10)
+    workers = WorkerRegistry(world_size, dp_size, health_timeout_s=40)
     for rank in range(world_size):
         workers.add(ready(rank, rank // (world_size // dp_size)), 0.0)
     return workers
@@ -98,6 +98,39 @@ def test_a_silent_worker_is_a_problem_until_it_speaks() -> None:
     workers.report(WorkerHealth(0, [], {}), 12.0)
     workers.check(13.0)
     assert workers.state is InstanceState.READY
+
+
+def check_that_a_pause_of_ours_kills_nobody(workers: WorkerRegistry) -> None:
+    """The leader itself stood still for longer than the time-out: reports are waiting."""
+    assert workers.check(1000.0) == []
+    workers.report(WorkerHealth(0, [], {}), 1000.5)
+    assert workers.check(1001.0) == []
+    assert workers.state is InstanceState.READY
+
+
+def test_a_worker_is_stuck_after_its_whole_time_out() -> None:
+    """D45: a worker that hangs holds its requests as a dead one does."""
+    workers = full(1, 1)
+    assert workers.check(10.1) == []
+    assert workers.check(40.0) == []
+    assert workers.check(40.1) == [0]
+    workers.lose(0, "it hangs")
+    assert workers.check(50.0) == []
+
+
+def test_a_pause_of_the_leader_is_no_silence_of_its_workers() -> None:
+    class Hasty(WorkerRegistry):
+        """Mutant: whoever was not heard is stuck."""
+
+        def check(self, now_s: float) -> list[int]:
+            super().check(now_s)
+            return super().check(now_s)
+
+    check_that_a_pause_of_ours_kills_nobody(full(1, 1))
+    hasty = Hasty(1, health_timeout_s=40)
+    hasty.add(ready(), 0.0)
+    with pytest.raises(AssertionError):
+        check_that_a_pause_of_ours_kills_nobody(hasty)
 
 
 def test_sizes_must_fit() -> None:
