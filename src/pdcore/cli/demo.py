@@ -72,12 +72,14 @@ def demo(
 
     from pdcore.cli.options import instance_config, workplace
     from pdcore.cli.session import run_cluster, until_told
+    from pdcore.config_loader import load_environment
     from pdcore.server.cluster import ClusterConfig
 
     started_s = time.monotonic()
-    place = workplace()
-    config = instance_config(engine or EngineFlags(), place.env)
+    env = load_environment()
+    config = instance_config(engine or EngineFlags(), env)
     cluster_config = ClusterConfig(config, port=port, num_prefill=prefill, num_decode=decode)
+    place = workplace(env)
     console = Console()
 
     async def serve(cluster: Cluster, stopping: asyncio.Event) -> int:

@@ -11,7 +11,7 @@ import attrs
 from cyclopts import Parameter
 
 from pdcore.config import SIMULATED, InstanceConfig
-from pdcore.config_loader import Environment, load_environment, load_instance, parse_setting
+from pdcore.config_loader import Environment, load_instance, parse_setting
 from pdcore.errors import ConfigError
 
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -143,9 +143,9 @@ class Workplace(NamedTuple):
     is_temporary: bool
 
 
-def workplace() -> Workplace:
-    """Raises ConfigError for a wrong variable or a folder that cannot be made."""
-    env = load_environment()
+def workplace(env: Environment) -> Workplace:
+    """Make the folders. Call it when everything else has been checked: a mistake must leave
+    nothing behind. Raises ConfigError for a folder that cannot be made."""
     try:
         env.cache_dir.mkdir(parents=True, exist_ok=True)
         if env.run_dir is not None:

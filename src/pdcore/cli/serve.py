@@ -24,6 +24,7 @@ from pdcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdcore.config import RouterConfig
+    from pdcore.config_loader import Environment
     from pdcore.server.leader_main import Spec
     from pdcore.server.process import Report
 
@@ -94,16 +95,16 @@ def serve(
     role
         What this process is.
     """
+    from pdcore.config_loader import load_environment
     from pdcore.server.leader_main import LeaderSpec, RouterSpec
 
     node, engine = node or NodeFlags(), engine or EngineFlags()
     check_role(role, node)
-    place = workplace()
+    env = load_environment()
     if role == "router":
-        return _run(RouterSpec(router_config(node, engine, place)), place)
-    config = instance_config(
-        engine, place.env, node.yaml_file_path, {"disagg": disagg_flags(role, node)}
-    )
+        return _run(RouterSpec(router_config(node, engine, env)), None)
+    config = instance_config(engine, env, node.yaml_file_path, {"disagg": disagg_flags(role, node)})
+    place = workplace(env)
     return _run(LeaderSpec(config, str(place.cache_dir), str(place.run_dir)), place)
 
 
@@ -149,7 +150,7 @@ def disagg_flags(role: str, node: NodeFlags) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def router_config(node: NodeFlags, engine: EngineFlags, place: Workplace) -> RouterConfig:
+def router_config(node: NodeFlags, engine: EngineFlags, env: Environment) -> RouterConfig:
     """Raises ConfigError naming the flag."""
     from pdcore.config import RouterConfig
     from pdcore.config_loader import build
@@ -169,14 +170,15 @@ def router_config(node: NodeFlags, engine: EngineFlags, place: Workplace) -> Rou
             "prefill_addrs": list(split_words(node.prefill_addrs)),
             "decode_addrs": list(split_words(node.decode_addrs)),
             "bootstrap_ports": list(node.bootstrap_port) or None,
-            "log_level": engine.log_level or place.env.log_level,
+            "log_level": engine.log_level or env.log_level,
         }
     }
     given = {name: value for name, value in values["router"].items() if value is not None}
     return build(RouterConfig, given, "router")
 
 
-def _run(spec: Spec, place: Workplace) -> int:
+def _run(spec: Spec, place: Workplace | None) -> int:
+    """``place`` is None for a router, which has no workers that log."""
     from pdcore.server.leader_main import run_process, set_up_logging
     from pdcore.server.process import EXIT_USAGE, Bound, Failed, Health, Progress, Ready
 
@@ -198,6 +200,8 @@ def _run(spec: Spec, place: Workplace) -> int:
                 complain(news.message)
 
     status = run_process(spec, report)
+    if place is None:
+        return status
     if place.is_temporary and status in (0, EXIT_USAGE):  # then the message says it all
         shutil.rmtree(place.run_dir, ignore_errors=True)
     elif status != 0:

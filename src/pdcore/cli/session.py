@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcore.cli.options import Workplace, complain
+from pdcore.errors import ConfigError
 from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, Member
 
 EXIT_FAILED: Final = 1
@@ -99,6 +100,7 @@ async def run_cluster(
         forced = asyncio.Event()
         _handle_signals(cluster, stopping, forced)
         status = EXIT_FAILED
+        mistake: ConfigError | None = None
         try:
             if await _until_started(cluster, stopping):
                 view.settle(cluster.members)
@@ -107,16 +109,27 @@ async def run_cluster(
                 status = 0
         except ClusterFailed as error:
             complain(str(error))
+        except ConfigError as error:
+            mistake = error
         finally:
             view.is_quiet = True
             await cluster.stop()
+    if mistake is not None:  # its message says it all
+        clean_up(place)
+        raise mistake
     if forced.is_set():
         status = EXIT_FORCED
-    if status in (0, EXIT_FORCED) and place.is_temporary:
-        shutil.rmtree(place.run_dir, ignore_errors=True)
-    elif status not in (0, EXIT_FORCED):
+    if status in (0, EXIT_FORCED):
+        clean_up(place)
+    else:
         complain(f"the logs are in {place.run_dir}")
     return status
+
+
+def clean_up(place: Workplace) -> None:
+    """Remove the folder of this run's logs, unless somebody chose it."""
+    if place.is_temporary:
+        shutil.rmtree(place.run_dir, ignore_errors=True)
 
 
 async def _until_started(cluster: Cluster, stopping: asyncio.Event) -> bool:

@@ -49,11 +49,13 @@ def up(
 
     from pdcore.cli.options import instance_config, workplace
     from pdcore.cli.session import run_cluster, until_told
+    from pdcore.config_loader import load_environment
     from pdcore.server.cluster import Cluster, ClusterConfig
 
-    place = workplace()
-    config = instance_config(engine or EngineFlags(), place.env, yaml_file_path)
+    env = load_environment()
+    config = instance_config(engine or EngineFlags(), env, yaml_file_path)
     cluster_config = ClusterConfig(config, host, port, prefill, decode)
+    place = workplace(env)
     console = Console()
 
     async def serve(cluster: Cluster, stopping: asyncio.Event) -> int:

@@ -16,7 +16,7 @@ from pdcore.cli.options import (
     workplace,
 )
 from pdcore.config import InstanceConfig, ModelConfig
-from pdcore.config_loader import Environment
+from pdcore.config_loader import Environment, load_environment
 from pdcore.errors import ConfigError
 
 ENV = Environment(cache_dir=Path("cache"))
@@ -99,14 +99,14 @@ def test_a_missing_embedded_model_names_the_remedy(monkeypatch: pytest.MonkeyPat
 def test_workplace_makes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "c"))
     monkeypatch.setenv("PDCORE_RUN_DIR", str(tmp_path / "r"))
-    place = workplace()
+    place = workplace(load_environment())
     assert place.cache_dir.is_dir()
     assert place.run_dir.is_dir()
     assert not place.is_temporary
     (tmp_path / "file").touch()
     monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "file" / "c"))
     with pytest.raises(ConfigError, match="PDCORE_CACHE_DIR"):
-        workplace()
+        workplace(load_environment())
 
 
 def test_words_are_split_at_commas() -> None:

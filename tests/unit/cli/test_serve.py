@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from pdcore.cli import main
-from pdcore.cli.options import EngineFlags, Workplace
+from pdcore.cli.options import EngineFlags
 from pdcore.cli.serve import NodeFlags, check_role, disagg_flags, router_config
 from pdcore.config import DisaggConfig
 from pdcore.config_loader import Environment, build
 from pdcore.errors import ConfigError
 
 BOUND_S = 60.0
-PLACE = Workplace(Environment(), Path(), Path(), False)
 
 
 def test_flags_of_an_instance() -> None:
@@ -54,7 +53,7 @@ def test_flags_of_a_router() -> None:
     node = NodeFlags(
         port=0, prefill_addrs=("a:1,b:2",), decode_addrs=("c:3",), bootstrap_port=(7, 8)
     )
-    router = router_config(node, EngineFlags(log_level="error"), PLACE)
+    router = router_config(node, EngineFlags(log_level="error"), Environment())
     assert router.prefill_addrs == ("a:1", "b:2")
     assert router.decode_addrs == ("c:3",)
     assert router.bootstrap_ports == (7, 8)

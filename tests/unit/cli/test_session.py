@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from pdcore.cli import main
 from pdcore.cli.session import StatusView
 from pdcore.server.cluster import Member
 from pdcore.server.process import Bound, Child
@@ -64,3 +67,40 @@ def test_a_quiet_view_says_nothing() -> None:
     rig.view.is_quiet = True
     rig.view.show([rig.member])
     assert rig.lines() == []
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands make their own folders, as nobody chose another."""
+    monkeypatch.delenv("PDCORE_RUN_DIR", raising=False)
+    monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["up", "--set", "model_config.next_n=3"],
+        ["up", "--prefill", "0"],
+        ["demo", "--transport", "pigeon"],
+        ["demo", "--decode", "65"],
+        ["serve", "--role", "prefill", "--batch-size", "0"],
+        ["serve", "--role", "router", "--prefill-addrs", "a", "--decode-addrs", "b:1"],
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(arguments: list[str], temporary: Path) -> None:
+    is_router = "router" in arguments
+    assert main([*arguments, *([] if is_router else ["--simulated"])]) == 2
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["up", "--port=0"], ["serve", "--role=decode", "--port=0"]])
+def test_nor_does_one_that_only_a_process_finds(
+    command: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The KV pool is sized by the worker; ``start`` raises ConfigError, and cleans up."""
+    assert main([*command, "--simulated", "--kv-cache-bytes=1", "--log-level=error"]) == 2
+    assert "the KV pool holds 0 tokens" in capfd.readouterr().err
+    assert [path.name for path in temporary.iterdir()] == ["cache"]
