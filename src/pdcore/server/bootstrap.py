@@ -9,7 +9,8 @@
 | POST query_dp_ranks              | {"bootstrap_rooms": [..]} or [..]   | 200, 400           |
 | GET health                       |                                     | 200                |
 
-Every refusal is ``{"detail": text}`` and names the field; a body over the limit is a 413.
+Every refusal is ``{"detail": text}`` and names the field; a body over the limit is a 413,
+one that stalls a 408.
 No body makes a 500 (D31). With a token, what changes the table needs
 ``Authorization: Bearer <token>`` (D40).
 
@@ -21,6 +22,7 @@ that cannot say who it is could not be paired safely (D14, D32, D35).
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -36,6 +38,7 @@ from pdcore.clock import Clock
 from pdcore.control.messages import RankRegistration
 from pdcore.control.rank_table import RankTable
 from pdcore.errors import InvalidRequest, RegistrationConflict
+from pdcore.server import http
 
 #: 4,096 rooms of 20 digits are 90 KB; a registration with many manager keys is below 4 KB.
 MAX_BODY_BYTES: Final = 256 << 10
@@ -200,10 +203,14 @@ class _Bootstrap:
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max_body_bytes:
-                raise HTTPException(413, f"the body is over {self._max_body_bytes} bytes")
+        try:
+            async with asyncio.timeout(http.BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self._max_body_bytes:
+                        raise HTTPException(413, f"the body is over {self._max_body_bytes} bytes")
+        except TimeoutError:
+            raise HTTPException(408, http.body_late()) from None
         return bytes(body)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pdcore.errors import InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
 from pdcore.server.pending import Refused
@@ -27,12 +27,14 @@ JSON: Final = b"application/json"
 RETRY_AFTER_S: Final = 1
 #: A client that stops sending its body may not hold its place for ever.
 BODY_TIMEOUT_S: Final = 30.0
+#: What is sent after a request's deadline waits this long for a client that does not read.
+LAST_SEND_S: Final = 5.0
 
 _TYPES: Final = {404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
 
 
 class ClientGone(PdcoreError):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection or does not read; there is nobody to answer."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -72,21 +74,10 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         if name == b"content-encoding" and value.lower() != b"identity":
             coding = value.decode("latin-1")
             raise InvalidRequest("content-encoding", f"{coding!r} is not supported: send it plain")
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message["type"] == "http.disconnect":
-        raise ClientGone("client gone")
-    if message.get("more_body"):
-        body = await _read_rest(body, receive, limit_bytes)
-    if len(body) > limit_bytes:
-        raise Refused(failure("body_too_large", f"the body exceeds {limit_bytes} bytes"))
-    return body
-
-
-async def _read_rest(body: bytes, receive: Receive, limit_bytes: int) -> bytes:
-    parts = [body]
-    size = len(body)
+    parts: list[bytes] = []
+    size = 0
     try:
+        # The first part too: a client may send a head and then nothing.
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while size <= limit_bytes:
                 message = await receive()
@@ -97,9 +88,31 @@ async def _read_rest(body: bytes, receive: Receive, limit_bytes: int) -> bytes:
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        why = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
-        raise Refused(failure("request_timeout", why)) from None
+        raise Refused(failure("request_timeout", body_late())) from None
+    if size > limit_bytes:
+        raise Refused(failure("body_too_large", f"the body exceeds {limit_bytes} bytes"))
     return b"".join(parts)
+
+
+def body_late() -> str:
+    return f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+
+
+def bounded_send(send: Send, remaining_s: float) -> Send:
+    """``send`` that waits for a slow client until the request's time is over, and raises
+    ClientGone then: a client that stops reading may not hold its handler for ever. What is
+    sent later, such as an error event, has :data:`LAST_SEND_S` to leave."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + remaining_s
+
+    async def bounded(message: Message) -> None:
+        try:
+            async with asyncio.timeout_at(max(until_s, loop.time() + LAST_SEND_S)):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone("the client does not read its answer") from None
+
+    return bounded
 
 
 async def disconnected(receive: Receive) -> None:

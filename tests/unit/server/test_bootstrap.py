@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 from pdcore.clock import ManualClock
 from pdcore.control.rank_table import RankTable, RankTableConfig
 from pdcore.errors import InvalidRequest
+from pdcore.server import http
 from pdcore.server.bootstrap import create_bootstrap_app, parse_registration
 from pdcore.topology import ParallelLayout
 
@@ -400,3 +401,31 @@ def test_no_body_makes_a_500(endpoint: tuple[str, str], body: bytes) -> None:
     answer = server_for_fuzz.call(*endpoint, body)
     assert answer.status in (200, 400, 409, 413)
     assert isinstance(answer.json, dict)
+
+
+def test_a_body_that_stalls_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.001)
+    server = Server()
+
+    async def play() -> int:
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope: Scope = {
+            "type": "http",
+            "method": "PUT",
+            "path": "/bootstrap/register_rank",
+            "query_string": b"",
+            "headers": [],
+        }
+        async with asyncio.timeout(20.0):
+            await server.app(scope, receive, send)
+        return statuses[0]
+
+    assert asyncio.run(play()) == 408

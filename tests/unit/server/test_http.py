@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,9 +10,16 @@ import pytest
 
 import pdcore.server.http as http
 from pdcore.errors import HTTP_STATUS, InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
-from pdcore.server.http import ClientGone, error_body, failure_of, read_body, retry_headers
+from pdcore.server.http import (
+    ClientGone,
+    bounded_send,
+    error_body,
+    failure_of,
+    read_body,
+    retry_headers,
+)
 from pdcore.server.pending import Refused
-from tests.unit.server.kit import run
+from tests.unit.server.kit import PATIENCE_S, run
 
 
 async def body_of(
@@ -53,8 +61,6 @@ def test_a_body_past_the_limit_is_a_413(
 
 
 def test_a_body_that_stalls_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.001)
 
     async def play() -> None:
@@ -116,3 +122,53 @@ def test_what_is_raised_becomes_its_status(
 def test_states_that_pass_say_when_to_try_again() -> None:
     assert dict(retry_headers(503)) == dict(retry_headers(429)) == {b"retry-after": b"1"}
     assert retry_headers(500) == []
+
+
+def test_a_client_that_sends_no_body_at_all_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that promises a body, and then nothing: the first part is bounded as well."""
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.001)
+
+    async def mutant(scope: Any, receive: Any, limit: int) -> bytes:
+        """Waits for the first part without a limit."""
+        first = await receive()
+        return bytes(first["body"])
+
+    async def check(read: Any) -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        reading = asyncio.ensure_future(read({"headers": []}, receive, 10))
+        _, late = await asyncio.wait([reading], timeout=PATIENCE_S if read is read_body else 0.05)
+        reading.cancel()
+        assert not late, "it waits for ever"
+        with pytest.raises(Refused) as caught:
+            await reading
+        assert caught.value.failure.http_status == 408
+
+    run(check(read_body))
+    with pytest.raises(AssertionError, match="for ever"):
+        run(check(mutant))
+
+
+def test_a_client_that_does_not_read_is_given_up_with_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "LAST_SEND_S", 0.001)
+
+    async def play(remaining_s: float) -> None:
+        sent: list[object] = []
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            if len(sent) > 1:
+                await asyncio.Event().wait()
+
+        bounded = bounded_send(send, remaining_s)
+        await bounded({"type": "http.response.start"})
+        with pytest.raises(ClientGone, match="does not read"):
+            await bounded({"type": "http.response.body"})
+        assert len(sent) == 2
+
+    run(play(0.002))
+    run(play(-1.0))
