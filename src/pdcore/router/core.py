@@ -81,6 +81,10 @@ class RouterLimits:
     #: Rooms whose last attempt is remembered, so that a retry names what it replaces.
     max_recent_rooms: int = 4096
 
+    def budget_s(self, fields: ClientFields) -> float:
+        """A request's whole life in seconds."""
+        return min(fields.timeout_s or self.request_timeout_s, self.request_timeout_s)
+
 
 class _Live:
     """One client request in flight."""
@@ -162,7 +166,7 @@ class RouterCore:
         if pair is not None:
             choose_dp_rank(room, pair[0].dp_size, fields.dp_rank)
         replaces = self._replaced(room, fields.replaces, now_s)
-        budget_s = min(fields.timeout_s or limits.request_timeout_s, limits.request_timeout_s)
+        budget_s = limits.budget_s(fields)
         live = _Live(self._next_ticket, room, fields, replaces)
         live.expires_at_s = unix_s + budget_s
         live.deadline_s = now_s + budget_s
@@ -207,7 +211,8 @@ class RouterCore:
             if live is not None:
                 why = failure("deadline_exceeded", "no result within the request's time")
                 self._apply(live, live.routed.deadline_expired(RouterFailure(why)), now_s)
-        self._effects.extend(self._outbox.due(now_s))
+        gone = {m.target for _, m in self.fleet.members() if m.stays_unreachable}
+        self._effects.extend(self._outbox.due(now_s, gone))
 
     # --- out -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
 
@@ -31,12 +32,28 @@ class Report:
     instance: str | None = None
     dp_size: int | None = None
     bootstrap_port: int | None = None
+    #: It gave an answer, whatever it says.
+    is_reached: bool = True
+
+
+#: So many probes in a row without any answer: what ran there is over or ends by its deadline.
+UNREACHABLE_AFTER: Final = 10
 
 
 class Member:
-    """One target and its state. ``num_live`` counts requests whose current attempt names it."""
+    """One target and its state. ``num_live`` counts requests whose current attempt names it,
+    ``num_unreached`` the latest probes in a row that got no answer."""
 
-    __slots__ = ("bootstrap_port", "detail", "dp_size", "health", "instance", "num_live", "target")
+    __slots__ = (
+        "bootstrap_port",
+        "detail",
+        "dp_size",
+        "health",
+        "instance",
+        "num_live",
+        "num_unreached",
+        "target",
+    )
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -46,6 +63,11 @@ class Member:
         self.dp_size: int | None = None
         self.bootstrap_port = target.bootstrap_port
         self.num_live = 0
+        self.num_unreached = 0
+
+    @property
+    def stays_unreachable(self) -> bool:
+        return self.num_unreached >= UNREACHABLE_AFTER
 
     def __repr__(self) -> str:
         return f"Member({self.target.netloc}, {self.health.value}, live={self.num_live})"
@@ -67,6 +89,7 @@ class Fleet:
     def report(self, member: Member, report: Report) -> None:
         member.health = Health.UP if report.is_up else Health.DOWN
         member.detail = report.detail
+        member.num_unreached = 0 if report.is_reached else member.num_unreached + 1
         if report.instance:
             member.instance = report.instance
         if report.dp_size is not None:

@@ -1,13 +1,17 @@
 """Cancels on their way to legs, resent until they are answered (protocol models, Q5 RES).
 
 A cancel may overtake its request, so "never heard of it" is no answer: it is asked again, with
-back-off, until the leg knows the dispatch or its deadline has ended it anyway. Bounded: past
-the cap the oldest is given up and counted, for its leg ends by its own deadline.
+back-off, until the leg knows the dispatch, its deadline has ended it anyway, or its instance
+stays unreachable. Bounded: past the cap the oldest is given up and counted, for its leg ends by
+its own deadline. The next due time is a heap's top, whatever the number of cancels.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pdcore.fsm.routed import Leg
@@ -45,6 +49,10 @@ class Outbox:
         self._max_s = max_s
         self._cap = cap
         self._entries: OrderedDict[CancelKey, _Entry] = OrderedDict()
+        #: (due, running number, key) of every entry that is not awaiting an answer, and of
+        #: some that have left or changed since: those are skipped when they come up.
+        self._queue: list[tuple[float, int, CancelKey]] = []
+        self._count = itertools.count()  # orders what is due at the same time
         self.num_given_up = 0
 
     def add(self, cancel: SendCancel, until_s: float) -> SendCancel | None:
@@ -68,14 +76,23 @@ class Outbox:
             return
         entry.due_s = now_s + entry.delay_s
         entry.delay_s = min(entry.delay_s * 2, self._max_s)
+        heapq.heappush(self._queue, (entry.due_s, next(self._count), key))
+        if len(self._queue) > 2 * self._cap + 64:  # mostly of entries that have left
+            self._queue = [
+                (e.due_s, next(self._count), key)
+                for key, e in self._entries.items()
+                if e.due_s is not None
+            ]
+            heapq.heapify(self._queue)
 
-    def due(self, now_s: float) -> list[SendCancel]:
-        """Cancels to send again now. Those whose leg has ended by its deadline are dropped."""
+    def due(self, now_s: float, gone: Collection[Target] = ()) -> list[SendCancel]:
+        """Cancels to send again now. Those whose leg has ended by its deadline are dropped,
+        and those to the targets in ``gone``, where nobody answers."""
         again: list[SendCancel] = []
-        for key, entry in list(self._entries.items()):
-            if entry.due_s is None or entry.due_s > now_s:
-                continue
-            if now_s >= entry.until_s:
+        while (due_s := self.next_due_s()) is not None and due_s <= now_s:
+            key = heapq.heappop(self._queue)[2]
+            entry = self._entries[key]
+            if now_s >= entry.until_s or entry.cancel.target in gone:
                 del self._entries[key]
                 self.num_given_up += 1
                 continue
@@ -84,7 +101,14 @@ class Outbox:
         return again
 
     def next_due_s(self) -> float | None:
-        return min((e.due_s for e in self._entries.values() if e.due_s is not None), default=None)
+        queue = self._queue
+        while queue:
+            due_s, _, key = queue[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.due_s == due_s:
+                return due_s
+            heapq.heappop(queue)
+        return None
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -124,8 +124,8 @@ ROUTER_ONLY: Final = (
 
 
 class ClientFields(NamedTuple):
-    """What the router reads of a request. ``replaces`` is an attempt, or True for whatever is
-    in flight under that room."""
+    """What the router reads of a request. ``replaces`` is the attempt in flight under that
+    room that this request takes the place of."""
 
     room: int | None = None
     bootstrap_host: str | None = None
@@ -178,7 +178,7 @@ def _number(name: str, raw: msgspec.Raw) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e6:
-        raise InvalidRequest(name, f"expected seconds above 0, got {value!r}")
+        raise InvalidRequest(name, f"expected seconds above 0, at most 1e6, got {value!r}")
     return float(value)
 
 

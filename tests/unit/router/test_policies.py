@@ -171,7 +171,7 @@ def test_what_only_the_router_knows_is_refused(name: str) -> None:
         ({"disagg_prefill_dp_rank": -1}, "disagg_prefill_dp_rank: expected"),
         ({"replaces": True}, "replaces: expected"),
         ({"timeout": 0}, "timeout: expected seconds above 0"),
-        ({"timeout": "1"}, "timeout: expected seconds above 0, got '1'"),
+        ({"timeout": "1"}, "timeout: expected seconds above 0, at most 1e6, got '1'"),
         ({"prompt": ["a", "b"]}, "prompt: holds 2 prompts"),
         ({"prompt": [[1], [2], [3]]}, "prompt: holds 3 prompts"),
     ],
