@@ -239,6 +239,8 @@ class HttpClient:
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConnectFailed(f"cannot connect to {where}: {reason}") from None
+        except (ValueError, OverflowError) as error:  # IDNA's UnicodeError, a NUL, a huge port
+            raise ConnectFailed(f"{where!r} is no address: {error}") from None
         finally:
             if not opened:
                 pool.count -= 1
@@ -282,6 +284,8 @@ class HttpClient:
                 raise ValueError(f"method {method!r} is not one of {sorted(_METHODS)}")
             if not _TARGET.match(target):
                 raise ValueError(f"target {target!r} must start with / and be printable ASCII")
+            if not origin.host.isascii():
+                raise ConnectFailed(f"{origin.host!r} is no address: write it in ASCII (xn--...)")
             head = f"{method} {target} HTTP/1.1\r\nhost: {origin.netloc}\r\n".encode("ascii")
             if len(self._heads) < 1024:  # targets are few; a caller that varies them pays
                 self._heads[key] = head

@@ -7,6 +7,8 @@ callers in need share one round, so that a flood of requests makes no flood of p
 from __future__ import annotations
 
 import asyncio
+import logging
+from typing import Final
 
 import msgspec
 
@@ -14,7 +16,8 @@ from pdcore.router.fleet import Fleet, Member, Report
 from pdcore.server.client import Client, Origin, Timeout
 from pdcore.server.exchange import HttpError
 
-_MAX_HEALTH_BYTES = 64 * 1024
+_log: Final = logging.getLogger(__name__)
+_MAX_HEALTH_BYTES: Final = 64 * 1024
 
 
 class _Health(msgspec.Struct, frozen=True):
@@ -51,8 +54,13 @@ class Prober:
 
     async def _probe_all(self) -> None:
         members = [member for _, member in self._fleet.members()]
-        reports = await asyncio.gather(*(self._probe(member) for member in members))
+        probes = (self._probe(member) for member in members)
+        reports = await asyncio.gather(*probes, return_exceptions=True)
         for member, report in zip(members, reports, strict=True):
+            if isinstance(report, BaseException):  # a bug must not end the probing of others
+                where = member.target.netloc
+                _log.error("probing %s failed", where, exc_info=report)
+                report = Report(False, "it cannot be probed; the router's log has the details")
             self._fleet.report(member, report)
 
     async def _probe(self, member: Member) -> Report:
@@ -61,16 +69,23 @@ class Prober:
             response = await self._client.request("GET", origin, "/health", timeout=self._timeout)
             body = await response.read(_MAX_HEALTH_BYTES)
         except HttpError as error:
-            return Report(False, str(error))
+            return Report(False, str(error), is_reached=False)
         try:
             health = msgspec.json.decode(body, type=_Health)
         except msgspec.DecodeError:
             health = _Health()
-        port = (health.bootstrap or "").rpartition(":")[2]
+        port = _port((health.bootstrap or "").rpartition(":")[2])
         return Report(
             is_up=response.status == 200,
             detail="; ".join(health.problems) or health.status or f"HTTP {response.status}",
             instance=health.instance,
             dp_size=health.dp_size if health.dp_size and health.dp_size > 0 else None,
-            bootstrap_port=int(port) if port.isdigit() else None,
+            bootstrap_port=port,
         )
+
+
+def _port(text: str) -> int | None:
+    """None for what is no TCP port; isdigit alone takes "²" too."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 5):
+        return None
+    return int(text) if 0 < int(text) < 65536 else None

@@ -8,7 +8,9 @@ consequences awaits, so no second event can slip in.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,6 +41,7 @@ from pdcore.server.exchange import HttpError
 from pdcore.server.http import JSON, ClientGone, error_body
 from pdcore.types import Failure
 
+_log: Final = logging.getLogger(__name__)
 _CANCEL_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=10.0)
 _CANCEL_PATH: Final = "/cancel"
 _MAX_SMALL_BYTES: Final = 64 * 1024
@@ -171,7 +174,7 @@ class Shell:
             if isinstance(effect, SendCancel):
                 task = asyncio.create_task(self._send_cancel(effect))
                 self._cancels.add(task)
-                task.add_done_callback(self._cancels.discard)
+                task.add_done_callback(partial(self._on_cancel_done, effect))
                 continue
             session = self._sessions.get(effect.ticket)
             if session is None:
@@ -193,9 +196,21 @@ class Shell:
         # The legs' own deadlines come first; this one only bounds a peer that went silent.
         total_s = effect.remaining_s + 2 * self.core.limits.grace_s
         for leg, member in ((Leg.PREFILL, effect.prefill), (Leg.DECODE, effect.decode)):
-            session.tasks[effect.attempt, leg] = asyncio.create_task(
+            task = asyncio.create_task(
                 self._run_leg(session, effect.attempt, leg, member, body, total_s)
             )
+            task.add_done_callback(partial(self._on_leg_done, session, effect.attempt, leg))
+            session.tasks[effect.attempt, leg] = task
+
+    def _on_leg_done(
+        self, session: Session, attempt: int, leg: Leg, task: asyncio.Task[None]
+    ) -> None:
+        """A bug of ours ends the leg too, or the client would wait for its deadline."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("the %s leg of ticket %d failed", leg.value, session.ticket, exc_info=error)
+        detail = "an internal error; the router's log has the details"
+        self.event(LegLost(session.ticket, attempt, leg, True, detail))
 
     async def _run_leg(
         self,
@@ -250,6 +265,13 @@ class Shell:
             pass  # no answer: the core asks again
         self.event(CancelAnswered(cancel.key, is_known))
 
+    def _on_cancel_done(self, cancel: SendCancel, task: asyncio.Task[None]) -> None:
+        self._cancels.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("a cancel to %s failed", cancel.target.netloc, exc_info=error)
+        self.event(CancelAnswered(cancel.key, False))
+
     def _arm(self) -> None:
         due_s = self.core.poll_deadline()
         if due_s is None or (self._timer is not None and self._timer_due_s <= due_s):
@@ -277,7 +299,8 @@ def _decide(session: Session, answer: Answer) -> None:
         decision = Decision(failure=answer.failure)
         session.is_over = True
     else:
-        # Taken out of `streams`: whoever passes it on closes it, or EndStream's drop does.
+        # Stays in `streams`: whoever ends the session first (Shell.close, or the DropLegs of
+        # a deadline) closes it.
         decision = Decision(stream=session.streams[answer.attempt])
     session.decided.set_result(decision)
 

@@ -316,3 +316,27 @@ def test_a_request_cannot_be_smuggled(
 def test_an_ipv6_origin_is_bracketed() -> None:
     assert Origin("::1", 80).netloc == "[::1]:80"
     assert Origin("localhost", 80).netloc == "localhost:80"
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        Origin("a..b", 80),
+        Origin("x" * 70 + ".org", 80),
+        Origin("b\u00fccher.example", 80),
+        Origin("a\0b", 80),
+        Origin("127.0.0.1", 1 << 40),
+    ],
+)
+def test_a_host_that_is_no_name_is_a_connection_that_failed(origin: Origin) -> None:
+    """IDNA raises UnicodeError, not OSError: it ended the prober, and with it /health."""
+
+    async def play() -> None:
+        client = HttpClient()
+        for _ in range(2):
+            with pytest.raises(ConnectFailed, match="is no address"):
+                await client.request("GET", origin, "/health")
+        assert client.num_connections == 0
+        await client.aclose()
+
+    run(play())

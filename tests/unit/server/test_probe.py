@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdcore.router.fleet import Fleet, Health
+from pdcore.router.fleet import UNREACHABLE_AFTER, Fleet, Health
 from pdcore.router.policies import parse_targets
 from pdcore.server.client import ConnectFailed, HttpError, Origin, Timeout
 from pdcore.server.exchange import DEFAULT_TIMEOUT, Exchange
@@ -118,5 +118,52 @@ def test_it_goes_on_until_it_is_cancelled() -> None:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
+
+
+@pytest.mark.parametrize("port", ["\u00b2", "0", "65536", "9" * 5000, "", "-1"])
+def test_a_port_that_is_none_is_not_taken(port: str) -> None:
+    """isdigit is true for a superscript two, and int() raises for it."""
+
+    async def play() -> None:
+        body = b'{"status":"Up","bootstrap":"10.0.0.1:%s"}' % port.encode()
+        fleet, _, probe = prober(dict.fromkeys((1, 2, 3), (200, body)))
+        await probe.probe_all()
+        assert (fleet.prefills[0].health, fleet.prefills[0].bootstrap_port) == (Health.UP, 0)
+
+    run(play())
+
+
+def test_a_bug_in_one_probe_ends_neither_the_others_nor_the_prober() -> None:
+    async def check(kind: type[Prober]) -> None:
+        fleet, client, _ = prober({2: (200, UP), 3: (200, UP)})  # no answer for 1: a KeyError
+        task = asyncio.create_task(kind(fleet, client, interval_s=0.0, timeout_s=2.0).run())
+        while client.num_asked < 9 and not task.done():
+            await asyncio.sleep(0)
+        assert not task.done(), "nobody probes any more"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert [m.health for _, m in fleet.members()] == [Health.DOWN, Health.UP, Health.UP]
+
+    class Mutant(Prober):
+        """An exception that is not HttpError is not expected."""
+
+        async def probe_all(self) -> None:
+            reports = [await self._probe(member) for _, member in self._fleet.members()]
+            assert len(reports) == 3
+
+    run(check(Prober))
+    with pytest.raises(AssertionError, match="nobody probes"):
+        run(check(Mutant))
+
+
+def test_an_instance_that_answers_nothing_is_told_from_one_that_is_ill() -> None:
+    async def play() -> None:
+        fleet, _, probe = prober({1: (200, UP), 2: (503, SICK), 3: ConnectFailed("refused")})
+        for _ in range(UNREACHABLE_AFTER):
+            await probe.probe_all()
+        gone = [m.target.netloc for _, m in fleet.members() if m.stays_unreachable]
+        assert gone == ["d:3"]
 
     run(play())

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pdcore.clock import ManualClock
+from pdcore.fsm.routed import Leg
 from pdcore.router.core import RouterCore, RouterLimits
 from pdcore.router.fleet import Fleet, Report
 from pdcore.router.policies import ClientFields, parse_targets
@@ -28,6 +29,7 @@ class Upstream:
         self.exchanges: dict[str, Exchange] = {}
         self.bodies: dict[str, bytes] = {}
         self.refused: set[int] = set()
+        self.broken = False
 
     async def request(
         self,
@@ -39,6 +41,8 @@ class Upstream:
         headers: Sequence[tuple[str, str]] = (),
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Exchange:
+        if self.broken:
+            raise RuntimeError("a bug")
         if origin.port in self.refused:
             raise ConnectFailed(f"cannot connect to {origin.netloc}")
         name = f"{origin.host}{target}"
@@ -172,6 +176,60 @@ def test_a_refused_decode_goes_to_the_other_one() -> None:
         assert first["replaces"] not in (None, second)
         scene.upstream.reply(name, 200)
         assert (await session.decided).reply is not None
+        scene.shell.close(session)
+        await scene.shell.aclose()
+
+    run(play())
+
+
+def test_a_leg_that_ends_by_a_bug_is_a_lost_leg() -> None:
+    """An exception nobody expected ended the task unseen, and the client waited for ever."""
+
+    async def check(scene: Scene) -> None:
+        scene.upstream.broken = True
+        session = await scene.open()
+        await settle(5)
+        assert session.decided.done(), "the client waits for its deadline"
+        decision = await session.decided
+        assert decision.failure is not None
+        assert "internal error" in decision.failure.detail
+        scene.shell.close(session)
+        await scene.shell.aclose()
+
+    class Mutant(Shell):
+        def _on_leg_done(
+            self, session: Session, attempt: int, leg: Leg, task: asyncio.Task[None]
+        ) -> None:
+            if not task.cancelled():
+                task.exception()
+
+    async def mutant() -> None:
+        scene = Scene()
+        scene.shell = Mutant(
+            scene.core, scene.upstream, scene.clock, scene.timers, max_reply_bytes=1 << 20
+        )
+        await check(scene)
+
+    async def real() -> None:
+        await check(Scene())
+
+    run(real())
+    with pytest.raises(AssertionError, match="waits for its deadline"):
+        run(mutant())
+
+
+def test_a_cancel_that_ends_by_a_bug_is_sent_again() -> None:
+    async def play() -> None:
+        scene = Scene()
+        session = await scene.open()
+        scene.upstream.broken = True
+        scene.shell.leave(session)
+        await settle(5)
+        scene.upstream.broken = False
+        assert "d0/cancel" not in scene.upstream.exchanges
+        scene.timers.advance(0.06)
+        await settle(5)
+        assert "d0/cancel" in scene.upstream.exchanges
         scene.shell.close(session)
         await scene.shell.aclose()
 
