@@ -18,6 +18,7 @@ ROUTER_HTTP_PORT: Final = 8000
 HTTP_PORTS: Final = {"prefill": 8001, "decode": 8100, "router": ROUTER_HTTP_PORT}
 BOOTSTRAP_PORT: Final = 18800
 LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "::1"})
 
 
 def _as_ports(values: Iterable[int]) -> tuple[int, ...]:
@@ -59,6 +60,17 @@ class DisaggConfig:
     @property
     def port(self) -> int:
         return HTTP_PORTS[self.role] if self.http_port is None else self.http_port
+
+    @property
+    def other_hosts(self) -> tuple[str, ...]:
+        """Hosts that are named and are not this one, which is ``local_ip`` and loopback."""
+        asked = (address.rpartition(":")[0] or address for address in self.allowed_bootstraps)
+        named = dict.fromkeys(host.strip("[]") for host in (*self.ips, *asked))
+        return tuple(
+            host
+            for host in named
+            if host not in (self.local_ip, *_LOOPBACK_NAMES) and not host.startswith("127.")
+        )
 
 
 @attrs.frozen
@@ -110,6 +122,8 @@ def normalise_address(address: str) -> str:
     parts = urlsplit(url.rstrip("/"))
     if parts.scheme != "http" or parts.path or parts.query or not parts.hostname:
         raise ValueError(f"expected host:port or http://host:port, got {address!r}")
+    if "@" in parts.netloc:  # not quoted: it may hold a password
+        raise ValueError("expected host:port without user:password@; none is ever sent")
     try:
         number = parts.port
     except ValueError:

@@ -51,6 +51,13 @@ def test_other_addresses_are_refused(address: str) -> None:
         normalise_address(address)
 
 
+def test_a_password_is_neither_kept_nor_quoted() -> None:
+    """It reached /health as part of the instance's address."""
+    with pytest.raises(ValueError, match="without user:password@") as caught:
+        normalise_address("http://me:s3cret@p0:8001")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_bootstraps_pair_with_prefills() -> None:
     RouterConfig(
         prefill_addrs=("p0:8001", "p1:8001"), decode_addrs=("d0:8100",), bootstrap_ports=(18800,)
