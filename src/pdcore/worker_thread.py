@@ -16,6 +16,8 @@ from pdcore.worker import Worker
 
 #: Releasing transport and sockets takes at most this long.
 CLOSE_TIMEOUT_S: Final = 5.0
+#: Longer than any iteration of the loop; a runner that hangs is given up after it.
+STOP_TIMEOUT_S: Final = 30.0
 
 
 class WorkerThread:
@@ -51,15 +53,18 @@ class WorkerThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def stop(self) -> list[str]:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
         """End the loop after its current iteration, then release transport, channel and
-        runner. Returns what had to be left behind, usually []. Idempotent."""
+        runner. Returns what had to be left behind, usually []. Idempotent.
+
+        A loop that has not ended after ``timeout_s`` (a runner that hangs) still uses them,
+        so nothing is released then, and a later call tries again."""
         if self._is_closed:
             return []
-        self._is_closed = True
         self.worker.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is not None and not self.join(timeout_s):
+            return [f"{self._thread.name} has not ended within {timeout_s:g} s"]
+        self._is_closed = True
         return self.worker.close(CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> WorkerThread:

@@ -127,3 +127,22 @@ def test_one_that_never_started_is_closed_too(fabric: LoopbackFabric) -> None:
     thread = WorkerThread(worker)
     assert thread.stop() == []
     assert worker.ports.transport.fileno() is None
+
+
+def test_a_runner_that_hangs_is_given_up(fabric: LoopbackFabric) -> None:
+    """``stop`` returns, releases nothing that the loop still uses, and may be tried again."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def listen(message: WorkerMessage) -> None:
+        held.set()
+        go_on.wait(PATIENCE_S)
+
+    worker = make_worker(Role.PREFILL, LocalPort(listen), fabric, NotedRunner())
+    thread = WorkerThread(worker)
+    thread.start()
+    assert held.wait(PATIENCE_S)
+    assert thread.stop(0.01) == ["worker-prefill-0 has not ended within 0.01 s"]
+    assert worker.ports.transport.fileno() is not None
+    go_on.set()
+    assert thread.stop(PATIENCE_S) == []
+    assert worker.ports.transport.fileno() is None

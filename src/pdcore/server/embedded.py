@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import secrets
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -36,6 +38,7 @@ from pdcore.types import Role
 from pdcore.worker import Worker
 from pdcore.worker_thread import WorkerThread
 
+_log: Final = logging.getLogger(__name__)
 _RANK: Final = 0
 
 
@@ -82,7 +85,9 @@ class EmbeddedInstance:
             bootstrap=setup.me.instance if is_prefill else "",
         )
         instance = create_instance_app(options, text, self.dispatcher, clock=self._clock)
-        served = _ByPath(instance, create_bootstrap_app(self._table, self._clock))
+        # D40: its only writer is in this process and uses no HTTP, so nobody knows the token.
+        bootstrap = create_bootstrap_app(self._table, self._clock, secrets.token_urlsafe(24))
+        served = _ByPath(instance, bootstrap)
         self._run_apps = run_lifespans(instance)
         self.app = Starlette(
             routes=[Mount("/", served if is_prefill else instance)], lifespan=self._lifespan
@@ -113,7 +118,9 @@ class EmbeddedInstance:
                 self.dispatcher.drain(self.drain_s)
                 self._port.stop(self.drain_s)
                 await asyncio.to_thread(thread.join, self.drain_s + 1.0)
-                await asyncio.to_thread(thread.stop)
+                left = await asyncio.to_thread(thread.stop)
+                if left:
+                    _log.warning("left behind: %s", "; ".join(left))
 
     def _announce(self) -> None:
         """Words come last: memory and sockets are there already (D34)."""

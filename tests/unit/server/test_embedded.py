@@ -15,13 +15,14 @@ from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner, simulated_tokens
 from pdcore.errors import ConfigError
 from pdcore.local import LocalPort, local_route
+from pdcore.server.bootstrap import create_bootstrap_app
 from pdcore.server.embedded import EmbeddedInstance
 from pdcore.server.text import IdDetokenizer, IdTokenizer, TextModel
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
 from pdcore.types import Incarnation, Role, RoomKey
 from pdcore.worker import LeaderPort, Worker
-from tests.unit.server.kit import Call, call, run
+from tests.unit.server.kit import App, Call, call, run
 
 MODEL = SimulatedConfig(block_size=4, max_model_len=4096)
 TEXT = TextModel("simulated", IdTokenizer(), IdDetokenizer)
@@ -188,5 +189,47 @@ def test_abort_reaches_only_the_room_that_was_named() -> None:
             assert decode.dispatcher.num_pending == 1
             assert decode.dispatcher.abort(RoomKey(7, 1), "the other")
             assert (await calls[1].done()).status == 499
+
+    run(play())
+
+
+REGISTRATION = {
+    "attn_tp_size": 1,
+    "attn_tp_rank": 0,
+    "rank_ip": "10.6.6.6",
+    "rank_port": 666,
+    "block_sizes": {"full": 4},
+    "kv_cache_dtype": "int32",
+    "max_prefill_tokens": 1024,
+    "incarnation": "6" * 32,
+    "layout_digest": "digest",
+    "fingerprint": "print",
+    "transport": "loopback",
+    "protocol_min": 1,
+    "protocol_max": 1,
+}
+
+
+def test_nobody_registers_at_an_embedded_instance() -> None:
+    """D40: its bootstrap server took registrations and farewells from anyone."""
+
+    async def check(app: App) -> None:
+        for method, path, told in (
+            ("PUT", "register_rank", REGISTRATION),
+            ("POST", "deregister_rank", {"rank": "0,0,0", "incarnation": b"p".hex() * 16}),
+            ("POST", "register_dp_rank", {"bootstrap_room": 1, "dp_rank": 0}),
+        ):
+            headers = [(b"authorization", b"Bearer ")]
+            reply = await call(app, method, f"/bootstrap/{path}", told, headers)
+            assert reply.status == 401, f"anyone may {path}"
+
+    async def play() -> None:
+        async with pair() as (prefill, _):
+            await check(prefill.app)
+            route = await call(prefill.app, "GET", "/bootstrap/route")
+            assert route.json()["ranks"]["0,0,0"]["incarnation"] == b"p".hex() * 16
+            mutant = create_bootstrap_app(prefill._table, prefill._clock)
+            with pytest.raises(AssertionError, match="anyone may"):
+                await check(mutant)
 
     run(play())
