@@ -107,9 +107,8 @@ class StoppablePort:
 
     def receive(self, limit: int = 256) -> list[LeaderMessage]:
         messages = self._port.receive(limit)
-        if self._stops:
-            messages.extend(self._stops)
-            self._stops.clear()
+        while self._stops:  # one by one: a signal may come between any two of these lines
+            messages.append(self._stops.pop(0))
         return messages
 
     def send(self, message: WorkerMessage) -> None:

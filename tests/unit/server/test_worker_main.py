@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from typing import SupportsIndex
 
 import attrs
 import pytest
 
 from pdcore.config import InstanceConfig, ModelConfig, WorkerConfig, worker_config
 from pdcore.control.link import LeaderLink
-from pdcore.control.messages import Stop, WorkerHealth, WorkerMessage, WorkerReady
+from pdcore.control.messages import LeaderMessage, Stop, WorkerHealth, WorkerMessage, WorkerReady
 from pdcore.server.process import EXIT_USAGE, Child, Failed, Report, spawn
 from pdcore.server.worker_main import StoppablePort
 
@@ -161,3 +162,62 @@ def test_the_configuration_is_what_the_leader_wrote() -> None:
         parent_pid=0,
     )
     assert WorkerConfig.decode(rig_config.encode()) == rig_config
+
+
+class SilentPort:
+    """A leader's port that says nothing; a signal arrives while it is read."""
+
+    def __init__(self) -> None:
+        self.on_receive: list[Callable[[], None]] = []
+
+    def receive(self, limit: int = 256) -> list[LeaderMessage]:
+        for act in self.on_receive:
+            act()
+        return []
+
+    def send(self, message: WorkerMessage) -> None:
+        pass
+
+
+def test_no_signal_is_lost_between_two_lines() -> None:
+    """D59: a second SIGTERM that came after ``extend`` and before ``clear`` was dropped."""
+
+    class Stops(list[LeaderMessage]):
+        """A second signal interrupts whatever takes the first one out."""
+
+        def __init__(self, port: StoppablePort) -> None:
+            super().__init__()
+            self.port = port
+            self.has_struck = False
+
+        def strike(self) -> None:
+            if not self.has_struck:
+                self.has_struck = True
+                self.port.handle_signal(15, None)
+
+        def __iter__(self) -> Iterator[LeaderMessage]:
+            yield from list(super().__iter__())
+            self.strike()
+
+        def pop(self, index: SupportsIndex = -1) -> LeaderMessage:
+            one = super().pop(index)
+            self.strike()
+            return one
+
+    class Mutant(StoppablePort):
+        def receive(self, limit: int = 256) -> list[LeaderMessage]:
+            messages = self._port.receive(limit)
+            messages.extend(iter(self._stops))
+            self._stops.clear()
+            return messages
+
+    def check(port: StoppablePort) -> None:
+        port._stops = Stops(port)
+        port.handle_signal(15, None)
+        found = [*port.receive(), *port.receive()]
+        assert len(found) == 2, "a signal was lost"
+        assert port.receive() == []
+
+    check(StoppablePort(SilentPort(), lambda: None))
+    with pytest.raises(AssertionError, match="was lost"):
+        check(Mutant(SilentPort(), lambda: None))
