@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdcore.engine.gguf import GGUFFile
-from pdcore.engine.weights import HF_NAMES, GGUFWeights
+from pdcore.engine.hf_model import HF_NAMES
+from pdcore.engine.weights import GGUFWeights
 
 
 def build_reference(path: Path) -> LlamaForCausalLM:

@@ -20,10 +20,11 @@ import torch
 from transformers import LlamaConfig as HFLlamaConfig
 from transformers import LlamaForCausalLM
 
+from pdcore.engine.hf_model import SafetensorsWeights
 from pdcore.engine.llama import LlamaRunner, map_weights, weights_from_arrays
 from pdcore.engine.load import find_embedded_model, load_runner
 from pdcore.engine.weight_cache import cached_weights
-from pdcore.engine.weights import SafetensorsWeights, fused, fused_layout
+from pdcore.engine.weights import fused, fused_layout
 from pdcore.testing.runner_rig import Rig
 from pdcore.types import Phase, SamplingParams
 from tests.oracle.reference import build_reference, continue_greedily, teacher_forced

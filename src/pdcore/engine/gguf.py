@@ -248,13 +248,21 @@ class GGUFFile:
             raise EngineError(f"{self.path}: metadata {key} is missing, expected a list of ints")
         return [item for item in value if isinstance(item, int)]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises EngineError if absent."""
+        return self._find(name).shape
+
     def tensor(self, name: str) -> Float32Array:
         """One tensor dequantised to float32, in its shape. Raises EngineError if absent."""
+        info = self._find(name)
+        raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
+        return dequantise(raw, info.type).reshape(info.shape)
+
+    def _find(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
             raise EngineError(f"{self.path}: tensor {name} is missing; is this a Llama model?")
-        raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
-        return dequantise(raw, info.type).reshape(info.shape)
+        return info
 
 
 def _decode_q4_1(raw: ByteArray, out: Float32Array) -> None:

@@ -35,9 +35,13 @@ from pdcore.engine.sampling import draw, log_probability
 from pdcore.engine.weights import LlamaConfig, fused_layout, rope_frequencies
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVPlacement
-from pdcore.types import Batch, Phase, SamplingParams, StepOutput
+from pdcore.types import Batch, Phase, SamplingParams, StepOutput, rows_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+#: Positions with cos and sin at first; more are made when a sequence gets there, so that a
+#: model which claims millions costs what its sequences use.
+_ROPE_POSITIONS = 8192
 
 
 def map_weights(file: SafetensorsFile, dtype: str) -> dict[str, torch.Tensor]:
@@ -123,16 +127,19 @@ class LlamaModel:
         self._layers = [
             _Layer(*(weights[f"{i}.{part}"] for part in parts)) for i in range(config.num_layers)
         ]
-        angles = np.outer(np.arange(config.max_model_len), rope_frequencies(config))
-        both = np.concatenate([angles, angles], axis=1).astype(np.float32)
-        half = config.head_dim // 2
-        sign = np.where(np.arange(config.head_dim) < half, -1.0, 1.0).astype(np.float32)
-        dtype = self._embed.dtype
-        self._cos = torch.from_numpy(np.cos(both)).to(dtype)
-        self._sin = torch.from_numpy(np.sin(both) * sign).to(dtype)
+        self._tabulate(min(config.max_model_len, _ROPE_POSITIONS))
+
+    def _tabulate(self, length: int) -> None:
+        c = self.config
+        both = np.tile(np.outer(np.arange(length), rope_frequencies(c)), 2).astype(np.float32)
+        sign = np.where(np.arange(c.head_dim) < c.head_dim // 2, -1.0, 1.0).astype(np.float32)
+        self._cos = torch.from_numpy(np.cos(both)).to(self._embed.dtype)
+        self._sin = torch.from_numpy(np.sin(both) * sign).to(self._embed.dtype)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and signed sin of shape (N, 1, head_dim)."""
+        """cos and signed sin of shape (N, 1, head_dim) for positions below max_model_len."""
+        if (last := int(positions.max())) >= len(self._cos):
+            self._tabulate(min(self.config.max_model_len, max(last + 1, 2 * len(self._cos))))
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
     def forward(
@@ -311,13 +318,14 @@ class LlamaRunner:
             hidden = self._model.forward(token_ids, step, self._pool)
             wanted = [i for i, sample in enumerate(batch.sample) if sample]
             ends = [end - 1 for _, _, end in batch.spans()]
-            tokens: list[Sequence[int] | None] = [None] * len(batch)
+            tokens: list[int | None] = [None] * len(batch)
             logprobs: list[Sequence[float] | None] = [None] * len(batch)
             if wanted:
                 rows = hidden[[ends[i] for i in wanted]] if len(wanted) < len(hidden) else hidden
                 self._sample(batch, wanted, self._model.logits(rows), tokens, logprobs)
         has_logprobs = any(values is not None for values in logprobs)
-        return StepOutput(tokens, logprobs if has_logprobs else None, time.perf_counter() - started)
+        elapsed_s = time.perf_counter() - started
+        return StepOutput(rows_of(tokens), logprobs if has_logprobs else None, elapsed_s)
 
     def warm_up(self) -> None:
         """Run one prefill and one decode on the null block, then zero it again."""
@@ -371,7 +379,7 @@ class LlamaRunner:
         batch: Batch,
         wanted: list[int],
         logits: torch.Tensor,
-        tokens: list[Sequence[int] | None],
+        tokens: list[int | None],
         logprobs: list[Sequence[float] | None],
     ) -> None:
         greedy: list[int] = logits.argmax(-1).tolist()
@@ -379,10 +387,10 @@ class LlamaRunner:
         for row, i in enumerate(wanted):
             params = batch.sampling[i]
             token = greedy[row]
-            if params.temperature > 0.0:
+            if params.temperature > 0.0 or np.isnan(rows[row, token]):
                 position = batch.num_computed_tokens[i] + batch.query_lens[i]
                 token = draw(rows[row], params, self._seed(params, batch.seq_ids[i]), position)
-            tokens[i] = (token,)
+            tokens[i] = token
             if params.logprobs:
                 logprobs[i] = (log_probability(rows[row], token),)
 

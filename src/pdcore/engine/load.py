@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from pdcore.engine.gguf import GGUFFile
+from pdcore.engine.hf_model import SafetensorsWeights, hf_config
 from pdcore.engine.tokenizer import Tokenizer
 from pdcore.engine.weight_cache import STORED_DTYPE, cached_weights, file_sha256
-from pdcore.engine.weights import (
-    GGUFWeights,
-    LlamaConfig,
-    SafetensorsWeights,
-    WeightSource,
-    gguf_config,
-    hf_config,
-)
+from pdcore.engine.weights import GGUFWeights, LlamaConfig, WeightSource, gguf_config
 from pdcore.errors import EngineError
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ class SafetensorsFile:
             entries = {
                 name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in header.items()
             }
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, RecursionError) as exc:
             raise self._fail(f"broken header: {exc}") from exc
         for name, entry in entries.items():
             self.tensors[name] = self._placed(name, entry, start, size)

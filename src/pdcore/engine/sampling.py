@@ -49,10 +49,14 @@ def draw(logits: Float32Array, params: SamplingParams, seed: int, position: int)
     """Token id at ``position`` from logits of shape (V,).
 
     Order as in the field: temperature, then top_k, then top_p (smallest set of most
-    likely tokens that reaches it). Logits that are not numbers fall back to the most
-    likely token: one broken sequence must not fail the batch.
+    likely tokens that reaches it). A NaN is never chosen while there is a number; where
+    what is left gives no distribution (an infinity), the token is the most likely one.
+    Never raises: one broken sequence must not fail the batch.
     """
     greedy = int(logits.argmax())
+    if np.isnan(logits[greedy]):  # argmax takes a NaN for the largest
+        logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+        greedy = int(logits.argmax())
     if params.temperature <= 0.0 or params.top_k == 1:
         return greedy
     ids, scores = _candidates(logits, params)

@@ -23,7 +23,7 @@ import msgspec
 
 from pdcore.engine.chat_template import Message, compile_template, render
 from pdcore.engine.gguf import GGUFFile
-from pdcore.engine.weights import hf_eos_token_ids
+from pdcore.engine.hf_model import hf_eos_token_ids
 from pdcore.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:

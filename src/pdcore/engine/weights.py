@@ -1,4 +1,5 @@
-"""Llama configuration and weights by pdcore's own names, from GGUF or Hugging Face.
+"""Llama configuration and weights by pdcore's own names, here from GGUF (Hugging Face:
+:mod:`pdcore.engine.hf_model`).
 
 pdcore fuses q, k, v into one matrix and gate, up into another (fewer, larger matrix
 products). :func:`fused_layout` says which source tensors make up which fused one;
@@ -8,20 +9,32 @@ everything here is numpy, so that weights can be prepared without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
 import attrs
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.engine.gguf import GGUFFile
-from pdcore.engine.safetensors import SafetensorsFolder
 from pdcore.errors import EngineError
 
 Float32Array = NDArray[np.float32]
+
+#: Most of each dimension: beyond every Llama there is. A model file is untrusted input, and
+#: with these its few numbers cannot make anybody reserve memory before they are checked
+#: against the tensors themselves (:func:`check_shapes`).
+LIMITS: Final = {
+    "num_layers": 1024,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_heads": 4096,
+    "num_kv_heads": 4096,
+    "head_dim": 1024,
+    "vocab_size": 1 << 22,
+    "max_model_len": 1 << 24,
+}
 
 
 @attrs.frozen
@@ -32,6 +45,15 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+    def __attrs_post_init__(self) -> None:
+        factors = (self.factor, self.low_freq_factor, self.high_freq_factor)
+        if (
+            not all(math.isfinite(factor) and factor > 0 for factor in factors)
+            or self.low_freq_factor >= self.high_freq_factor
+            or not 1 <= self.original_max_position <= LIMITS["max_model_len"]
+        ):
+            raise EngineError(f"model config: impossible rope scaling {self}")
 
 
 @attrs.frozen(kw_only=True)
@@ -53,19 +75,15 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "vocab_size",
-            "max_model_len",
-        ):
-            value: int = attrs.asdict(self, recurse=False)[name]
-            if value < 1:
-                raise EngineError(f"model config: {name} is {value}, expected at least 1")
+        fields: dict[str, int] = attrs.asdict(self, recurse=False)
+        for name, limit in LIMITS.items():
+            value = fields[name]
+            if not 1 <= value <= limit:
+                raise EngineError(f"model config: {name} is {value}, expected 1..{limit}")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise EngineError(f"model config: rope_theta is {self.rope_theta}, expected above 0")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise EngineError(f"model config: rms_norm_eps is {self.rms_norm_eps}, not in 0..1")
         if self.num_heads % self.num_kv_heads:
             raise EngineError(
                 f"model config: num_kv_heads {self.num_kv_heads} does not divide "
@@ -124,6 +142,34 @@ class WeightSource(Protocol):
         ...
 
 
+def part_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Shape of every part of :func:`fused_layout`."""
+    rows = {
+        "q": config.num_heads * config.head_dim,
+        "k": config.num_kv_heads * config.head_dim,
+        "v": config.num_kv_heads * config.head_dim,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+    }
+    for tensor in fused_layout(config):
+        for name in tensor.parts:
+            own = rows.get(name.rpartition(".")[2], tensor.shape[0])
+            yield name, (own, *tensor.shape[1:])
+
+
+def check_shapes(
+    where: Path, config: LlamaConfig, shape_of: Callable[[str], tuple[int, ...]]
+) -> None:
+    """Raises EngineError unless every part that the config promises is in the files, in its
+    shape: before anything as large as the config says is planned or reserved."""
+    for name, expected in part_shapes(config):
+        if (found := shape_of(name)) != expected:
+            raise EngineError(
+                f"{where}: weights do not fit the model config: {name} has shape {found}, "
+                f"the config wants {expected}"
+            )
+
+
 def fused(source: WeightSource, tensor: FusedTensor) -> Float32Array:
     """One fused tensor, shape checked. Raises EngineError when a part does not fit."""
     parts = [source.part(name) for name in tensor.parts]
@@ -149,21 +195,6 @@ _GGUF_NAMES: Final = {
     "down": "ffn_down",
 }
 
-HF_NAMES: Final = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-
 
 class GGUFWeights:
     """Weights of a GGUF file of architecture ``llama``."""
@@ -173,12 +204,16 @@ class GGUFWeights:
         self.config = gguf_config(file)
 
     def part(self, name: str) -> Float32Array:
-        layer, _, what = name.rpartition(".")
-        prefix = f"blk.{layer}." if layer else ""
-        values = self._file.tensor(f"{prefix}{_GGUF_NAMES[what]}.weight")
-        if what in ("q", "k"):
+        values = self._file.tensor(_gguf_name(name))
+        if name.rpartition(".")[2] in ("q", "k"):
             return _half_rotation(values, self.config.head_dim)
         return values
+
+
+def _gguf_name(part: str) -> str:
+    layer, _, what = part.rpartition(".")
+    prefix = f"blk.{layer}." if layer else ""
+    return f"{prefix}{_GGUF_NAMES[what]}.weight"
 
 
 def _half_rotation(rows: Float32Array, head_dim: int) -> Float32Array:
@@ -187,25 +222,9 @@ def _half_rotation(rows: Float32Array, head_dim: int) -> Float32Array:
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
 
 
-class SafetensorsWeights:
-    """Weights of a Hugging Face folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = SafetensorsFolder(folder)
-        self.config = hf_config(folder)
-
-    def part(self, name: str) -> Float32Array:
-        layer, _, what = name.rpartition(".")
-        prefix = f"model.layers.{layer}." if layer else ""
-        full = f"{prefix}{HF_NAMES[what]}.weight"
-        # Some exports store a tied matrix only under the output's name.
-        if what == "embed" and full not in self._files and self.config.tie_embeddings:
-            full = "lm_head.weight"
-        return self._files.tensor(full)
-
-
 def gguf_config(file: GGUFFile) -> LlamaConfig:
-    """Config from GGUF metadata. Raises EngineError for another architecture."""
+    """Config from GGUF metadata. Raises EngineError for another architecture, and where the
+    tensors are not those that the metadata promises."""
     if (arch := file.text("general.architecture")) != "llama":
         raise EngineError(f"{file.path}: architecture {arch!r} is not supported, only 'llama'")
     if "rope_freqs.weight" in file.tensors or "llama.rope.scaling.type" in file.metadata:
@@ -224,7 +243,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     if embedding is None:
         raise EngineError(f"{file.path}: tensor token_embd.weight is missing")
     eos = [file.integer(f"tokenizer.ggml.{key}_token_id", -1) for key in ("eos", "eot")]
-    return LlamaConfig(
+    config = LlamaConfig(
         num_layers=file.integer("llama.block_count"),
         hidden_size=hidden,
         intermediate_size=file.integer("llama.feed_forward_length"),
@@ -238,110 +257,8 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         tie_embeddings="output.weight" not in file.tensors,
         eos_token_ids=tuple(sorted({token for token in eos if token >= 0})),
     )
-
-
-class _HFRope(msgspec.Struct, frozen=True):
-    rope_type: str = "default"
-    type: str = "default"
-    rope_theta: float | None = None
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-class _HFConfig(msgspec.Struct, frozen=True):
-    """config.json, unknown fields ignored. Newer files keep rope in rope_parameters."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_hidden_layers: int
-    vocab_size: int
-    model_type: str = "llama"
-    max_position_embeddings: int = 2048
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: _HFRope | None = None
-    rope_parameters: _HFRope | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    hidden_act: str = "silu"
-
-
-class _HFEos(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
-
-
-def hf_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """EOS ids of ``generation_config.json``, else of ``config.json``, ascending."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            eos = msgspec.json.decode(path.read_bytes(), type=_HFEos).eos_token_id
-        except (OSError, msgspec.DecodeError) as exc:
-            raise EngineError(f"{path}: cannot read eos_token_id: {exc}") from exc
-        if eos is not None:
-            return tuple(sorted(set(eos if isinstance(eos, list) else [eos])))
-    return ()
-
-
-def hf_config(folder: Path) -> LlamaConfig:
-    """Config from ``config.json``, EOS from ``generation_config.json`` where present.
-
-    Raises EngineError naming file and field for anything that is not a plain Llama.
-    """
-    path = folder / "config.json"
-    try:
-        raw = msgspec.json.decode(path.read_bytes(), type=_HFConfig)
-    except (OSError, msgspec.DecodeError) as exc:
-        raise EngineError(f"{path}: cannot read the model config: {exc}") from exc
-    for field, value, expected in (
-        ("model_type", raw.model_type, "llama"),
-        ("hidden_act", raw.hidden_act, "silu"),
-        ("attention_bias", raw.attention_bias, False),
-        ("mlp_bias", raw.mlp_bias, False),
-    ):
-        if value != expected:
-            raise EngineError(f"{path}: {field} is {value!r}, supported is {expected!r}")
-    rope = raw.rope_parameters or raw.rope_scaling
-    heads = raw.num_attention_heads
-    return LlamaConfig(
-        num_layers=raw.num_hidden_layers,
-        hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
-        num_heads=heads,
-        num_kv_heads=raw.num_key_value_heads or heads,
-        head_dim=raw.head_dim or raw.hidden_size // max(heads, 1),
-        vocab_size=raw.vocab_size,
-        max_model_len=raw.max_position_embeddings,
-        rope_theta=rope.rope_theta if rope and rope.rope_theta else raw.rope_theta,
-        rope_scaling=_rope_scaling(path, rope),
-        rms_norm_eps=raw.rms_norm_eps,
-        tie_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=hf_eos_token_ids(folder),
-    )
-
-
-def _rope_scaling(path: Path, rope: _HFRope | None) -> RopeScaling | None:
-    if rope is None:
-        return None
-    kind = rope.rope_type if rope.rope_type != "default" else rope.type
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise EngineError(f"{path}: rope_type {kind!r} is not supported, only default and llama3")
-    return RopeScaling(
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_max_position_embeddings,
-    )
+    check_shapes(file.path, config, lambda part: file.shape(_gguf_name(part)))
+    return config
 
 
 def rope_frequencies(config: LlamaConfig) -> NDArray[np.float32]:

@@ -49,8 +49,9 @@ def open_model(model: ModelConfig, cache_dir: Path) -> ServedModel:
 def _describe(path: Path) -> tuple[Tokenizer, LlamaConfig]:
     """A file is parsed once for both."""
     from pdcore.engine.gguf import GGUFFile
+    from pdcore.engine.hf_model import hf_config
     from pdcore.engine.tokenizer import Tokenizer
-    from pdcore.engine.weights import gguf_config, hf_config
+    from pdcore.engine.weights import gguf_config
     from pdcore.errors import EngineError
 
     if path.is_dir():

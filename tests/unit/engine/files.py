@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pdcore.engine.hf_model import HF_NAMES
 from pdcore.engine.load import EMBEDDED_REMEDY, locate_embedded_model
 from pdcore.engine.safetensors import layout
 from pdcore.engine.tokenizer import byte_symbols
-from pdcore.engine.weights import HF_NAMES, LlamaConfig, fused_layout
+from pdcore.engine.weights import LlamaConfig, fused_layout
 
 Float32Array = NDArray[np.float32]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdcore.engine import llama
 from pdcore.engine.llama import LlamaModel, LlamaRunner, map_weights, weights_from_arrays
 from pdcore.engine.load import EMBEDDED_SHA256, load_runner
 from pdcore.engine.weight_cache import cached_weights
@@ -75,6 +76,20 @@ def test_tokens_equal_transformers(smollm2: LlamaRunner) -> None:
     found = rig.generate([golden.prompt for golden in chosen], 12, chunk=16)
     for golden, tokens in zip(chosen, found, strict=True):
         assert tokens == golden.tokens[:12], golden.text
+
+
+def test_rope_tables_grow_with_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made for a few positions first, whatever the file claims; the same numbers later."""
+    weights = weights_from_arrays(WEIGHTS, "float32")
+    whole = LlamaModel(TINY, weights)
+    monkeypatch.setattr(llama, "_ROPE_POSITIONS", 8)
+    grown = LlamaModel(TINY, weights)
+    assert len(grown._cos) == 8
+    for last in (7, 8, 20, TINY.max_model_len - 1):
+        positions = torch.tensor([0, last])
+        for mine, expected in zip(grown.rope(positions), whole.rope(positions), strict=True):
+            assert torch.equal(mine, expected)
+    assert len(grown._cos) == TINY.max_model_len
 
 
 def plain_forward(token_ids: list[int]) -> Float32Array:

@@ -6,11 +6,14 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
+import attrs
 import pytest
 
 from pdcore.engine import load
+from pdcore.engine.gguf import GGUFFile
 from pdcore.engine.llama import LlamaRunner
 from pdcore.engine.load import (
     EMBEDDED_SHA256,
@@ -21,9 +24,15 @@ from pdcore.engine.load import (
     resolve_model,
 )
 from pdcore.engine.weight_cache import file_sha256
-from pdcore.engine.weights import random_weights
+from pdcore.engine.weights import LIMITS, random_weights
 from pdcore.errors import EngineError
-from tests.unit.engine.files import TINY, need_embedded_model, write_hf_folder, write_tiny_gguf
+from tests.unit.engine.files import (
+    TINY,
+    need_embedded_model,
+    write_gguf,
+    write_hf_folder,
+    write_tiny_gguf,
+)
 
 WEIGHTS = random_weights(TINY, 1)
 
@@ -85,6 +94,55 @@ def test_a_wrong_option_names_the_allowed_values(model: Path, tmp_path: Path) ->
         load_runner(model, cache_dir=tmp_path, max_model_len=257)
     with pytest.raises(EngineError, match="num_threads 0"):
         load_runner(model, num_threads=0, cache_dir=tmp_path)
+
+
+HOSTILE = [
+    ({"llama.block_count": 1 << 40}, "num_layers is 1099511627776, expected 1..1024"),
+    ({"llama.block_count": 1024}, "tensor blk.4.attn_norm.weight is missing"),
+    ({"llama.block_count": -1}, "num_layers is -1"),
+    ({"llama.context_length": 1 << 40}, "max_model_len is 1099511627776"),
+    ({"llama.feed_forward_length": 1 << 40}, "intermediate_size is 1099511627776"),
+    ({"llama.feed_forward_length": 1 << 20}, r"0.gate has shape \(256, 128\)"),
+    ({"llama.attention.key_length": 1 << 40}, "head_dim is 1099511627776"),
+    ({"llama.attention.key_length": 1024}, r"0.q has shape \(128, 128\), .* \(8192, 128\)"),
+    ({"llama.attention.head_count": 1 << 40}, "num_heads is 1099511627776"),
+    ({"llama.embedding_length": 1 << 17}, r"embed has shape \(512, 128\)"),
+    ({"llama.rope.freq_base": float("nan")}, "rope_theta is nan"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "rms_norm_eps is inf"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), HOSTILE, ids=[m for _, m in HOSTILE])
+def test_a_file_that_promises_too_much_is_refused_before_anything_is_reserved(
+    model: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    """1.4 KB were enough to take all memory: the plan came before the check."""
+    file = GGUFFile(model)
+    bomb = write_gguf(
+        tmp_path / "bomb.gguf",
+        {**file.metadata, **changes},
+        {name: (file.tensor(name), 0) for name in file.tensors},
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(EngineError, match=message):
+            load_runner(bomb, cache_dir=tmp_path / "cache")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "cache" / "weights").exists()
+
+
+def test_a_claim_of_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
+    config = attrs.evolve(TINY, max_model_len=LIMITS["max_model_len"])
+    path = write_tiny_gguf(tmp_path / "m.gguf", config, WEIGHTS)
+    tracemalloc.start()
+    try:
+        runner = load_runner(path, cache_dir=tmp_path / "cache")
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert runner.max_model_len == 1 << 24
 
 
 def test_a_runner_of_a_gguf(model: Path, tmp_path: Path) -> None:

@@ -109,6 +109,21 @@ def test_logits_that_are_no_numbers_still_give_a_token(params: SamplingParams) -
         assert 0 <= draw(logits, params, 1, 2) < 4
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_is_never_drawn_while_there_is_a_number(temperature: float, top_k: int) -> None:
+    """numpy's argmax takes the first NaN for the largest: the engine's own failure would
+    then be a token of the answer."""
+    logits = LOGITS.copy()
+    logits[[0, 2]] = np.nan
+    params = SamplingParams(temperature=temperature, top_k=top_k)
+    drawn = {draw(logits, params, 3, position) for position in range(200)}
+    assert drawn == ({1} if temperature == 0.0 or top_k == 1 else {1, 3})
+    assert np.isnan(logits[0]), "the engine's array is not changed"
+    logits[1] = np.inf
+    assert draw(logits, params, 3, 0) == 1
+
+
 def test_logprobs_are_of_the_model_and_finite() -> None:
     """R37: never infinity or NaN, which JSON cannot carry."""
     assert log_probability(LOGITS, 1) == pytest.approx(np.log(0.25), abs=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import attrs
@@ -10,23 +9,22 @@ import numpy as np
 import pytest
 
 from pdcore.engine.gguf import GGUFFile
+from pdcore.engine.hf_model import SafetensorsWeights
 from pdcore.engine.weights import (
     GGUFWeights,
     LlamaConfig,
     RopeScaling,
-    SafetensorsWeights,
     fused,
     fused_layout,
     gguf_config,
-    hf_config,
-    hf_eos_token_ids,
+    part_shapes,
     random_weights,
     rope_frequencies,
 )
 from pdcore.errors import EngineError
 from tests.unit.engine.files import (
     TINY,
-    hf_json,
+    parts_of,
     write_gguf,
     write_hf_folder,
     write_tiny_gguf,
@@ -57,86 +55,23 @@ def test_half_rotation_reorders_pairs(tmp_path: Path) -> None:
         assert np.array_equal(stored[row], source.part("0.k")[row // 2 + (row % 2) * half])
 
 
-def test_a_tied_matrix_under_the_outputs_name(tmp_path: Path) -> None:
-    rename = {"model.embed_tokens.weight": "lm_head.weight"}
-    source = SafetensorsWeights(write_hf_folder(tmp_path, TINY, WEIGHTS, rename=rename))
-    assert np.array_equal(source.part("embed"), WEIGHTS["embed"])
-
-
-def test_weights_that_do_not_fit_the_config(tmp_path: Path) -> None:
-    source = SafetensorsWeights(write_hf_folder(tmp_path, TINY, WEIGHTS))
-    wrong = attrs.evolve(TINY, num_kv_heads=2)
-    tensor = next(t for t in fused_layout(wrong) if t.name == "0.qkv")
-    with pytest.raises(EngineError, match=r"do not fit the model config: 0\.q"):
-        fused(source, tensor)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0"),
         ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 8"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"num_layers": 1025}, r"num_layers is 1025, expected 1\.\.1024"),
+        ({"vocab_size": 1 << 32}, "vocab_size is 4294967296"),
+        ({"max_model_len": 1 << 32}, "max_model_len is 4294967296"),
+        ({"rope_theta": 0.0}, "rope_theta is 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ],
 )
-def test_an_impossible_config(change: dict[str, int], message: str) -> None:
+def test_an_impossible_config(change: dict[str, float], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         LlamaConfig(**(attrs.asdict(TINY) | change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2', supported is 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' is not supported"),
-        ({"hidden_size": "128"}, "cannot read the model config"),
-    ],
-)
-def test_a_hugging_face_config_that_is_no_plain_llama(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(hf_json(TINY) | change))
-    with pytest.raises(EngineError, match=rf"config\.json: {message}"):
-        hf_config(tmp_path)
-
-
-def test_hugging_face_config_fields(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    with pytest.raises(EngineError, match="cannot read the model config"):
-        hf_config(tmp_path)
-    path.write_text(json.dumps(hf_json(TINY)))
-    assert hf_config(tmp_path) == TINY
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    path.write_text(json.dumps(hf_json(TINY) | {"rope_parameters": scaling}))
-    found = hf_config(tmp_path)
-    assert found.rope_theta == 5e5
-    assert found.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
-    old = {key: value for key, value in scaling.items() if key != "rope_theta"}
-    path.write_text(json.dumps(hf_json(TINY) | {"rope_scaling": old}))
-    assert hf_config(tmp_path).rope_scaling == found.rope_scaling
-    assert hf_config(tmp_path).rope_theta == TINY.rope_theta
-
-
-def test_eos_of_generation_config_wins(tmp_path: Path) -> None:
-    assert hf_eos_token_ids(tmp_path) == ()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert hf_eos_token_ids(tmp_path) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8, 9]}')
-    assert hf_eos_token_ids(tmp_path) == (8, 9)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(EngineError, match=r"generation_config\.json: cannot read eos"):
-        hf_eos_token_ids(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +94,28 @@ def test_a_gguf_that_is_no_plain_llama(
     )
     with pytest.raises(EngineError, match=message):
         gguf_config(GGUFFile(changed))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        (0.0, 1.0, 4.0, 64),
+        (8.0, float("nan"), 4.0, 64),
+        (8.0, 4.0, 4.0, 64),
+        (float("inf"), 1.0, 4.0, 64),
+        (8.0, 1.0, 4.0, 0),
+        (8.0, 1.0, 4.0, 1 << 40),
+    ],
+)
+def test_an_impossible_rope_scaling(scaling: tuple[float, float, float, int]) -> None:
+    with pytest.raises(EngineError, match="impossible rope scaling"):
+        RopeScaling(*scaling)
+
+
+def test_part_shapes_are_those_of_the_parts() -> None:
+    config = attrs.evolve(TINY, tie_embeddings=False)
+    parts = parts_of(config, random_weights(config, 2))
+    assert dict(part_shapes(config)) == {name: part.shape for name, part in parts.items()}
 
 
 def test_a_gguf_without_embedding(tmp_path: Path) -> None:
