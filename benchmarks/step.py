@@ -4,7 +4,8 @@ A real DecodeCore over paged KV, its batch full, more requests waiting, admissio
 retraction on; the engine is a list of tokens. One step is what the worker loop does between
 two forward passes: tick (admission looks at the budget), schedule (blocks for who needs
 one), commit (tokens stored, EOS and length checked) and the effects. Apart from it, because
-a loop that counts has neither: building the runner's batch, and the message to the leader.
+a loop that counts has none of them: building the runner's batch, checking what the engine
+returned, and the message to the leader.
 
 Peers, in the same run: a bare Python loop over objects (count + 1, length check,
 block-boundary check), the same in numpy, and a loop that does all of the step's duties.
@@ -25,7 +26,8 @@ from pdcore.control.messages import Tokens
 from pdcore.executor import to_leader
 from pdcore.fsm.effects import ReportTokens
 from pdcore.fsm.events import StepCompleted
-from pdcore.types import Batch, FinishReason, Phase, RoomKey, StepOutput
+from pdcore.scheduler.outputs import check_output
+from pdcore.types import Batch, FinishReason, Phase, RoomKey, StepOutput, rows_of
 
 NUM_RUNNING = 1_000
 MANY_RUNNING = 10_000
@@ -34,6 +36,7 @@ NUM_WAITING = 100
 #: handing out tokens.
 STEPS = 256
 QUICK_STEPS = 64
+VOCAB_SIZE = 65_536
 #: No request ends within the runs unless the workload says so.
 LONG = 8_000
 
@@ -92,7 +95,8 @@ def check_results() -> int:
         for computed, table in zip(batch.num_computed_tokens, batch.block_tables, strict=True):
             check(len(table["full"]) * BLOCK_SIZE > computed, "a query without a slot")
         rank.blocks.audit()
-        rank.core.handle_event(StepCompleted(batch.batch_id, run_engine(batch)), rank.now)
+        output = check_output(batch, run_engine(batch), VOCAB_SIZE)
+        rank.core.handle_event(StepCompleted(batch.batch_id, output), rank.now)
     rank.settle()
     spoken: dict[RoomKey, list[int]] = {key: [] for key in wanted}
     for effect in rank.reports:
@@ -124,7 +128,7 @@ class Steps:
         self.max_tokens = max_tokens
         self.num_submitted = 0
         self.target = num_running + 64 + num_waiting
-        self.core_us = self.build_us = self.tokens_us = 0.0
+        self.core_us = self.build_us = self.check_us = self.tokens_us = 0.0
         self.num_steps = self.num_ended = 0
         self._build = self.rank.core.running.batcher.build_batch
         self.rank.core.running.batcher.build_batch = self._timed_build
@@ -159,8 +163,11 @@ class Steps:
         check(not effects and batch is not None, "the rank does something else")
         n = len(batch)
         token = 3 + self.num_steps % 50_000
-        output = StepOutput([[token + i] for i in range(n)])
+        output = StepOutput(rows_of([token + i for i in range(n)]))
+        before = cpu_us()
+        output = check_output(batch, output, VOCAB_SIZE)
         start = cpu_us()
+        self.check_us += start - before
         core.handle_event(StepCompleted(batch.batch_id, output), rank.now)
         effects = core.poll_effects()
         middle = cpu_us()
@@ -326,12 +333,13 @@ def never_ends(i: int) -> int:
 def measure(num_running: int, num_steps: int) -> tuple[list[Result], float]:
     steps = Steps(num_running, NUM_WAITING, never_ends)
     bare, full, vector = (f(num_running) for f in (bare_loop, full_loop, numpy_loop))
-    parts: dict[str, list[float]] = {"build": [], "tokens": []}
+    parts: dict[str, list[float]] = {"build": [], "check": [], "tokens": []}
 
     def ours() -> float:
-        build_us, tokens_us = steps.build_us, steps.tokens_us
+        build_us, check_us, tokens_us = steps.build_us, steps.check_us, steps.tokens_us
         value = steps.run(num_steps)
         parts["build"].append((steps.build_us - build_us) / num_steps)
+        parts["check"].append((steps.check_us - check_us) / num_steps)
         parts["tokens"].append((steps.tokens_us - tokens_us) / num_steps)
         return value
 
@@ -378,6 +386,13 @@ def measure(num_running: int, num_steps: int) -> tuple[list[Result], float]:
             "one add per sequence",
             timed["build"],
             at_most,
+        ),
+        against(
+            "checking what the engine returned",
+            parts["check"][-RUNS:],
+            "bare loop (counts only)",
+            timed["bare"],
+            "",
         ),
         against(
             "tokens to the leader, encoded",

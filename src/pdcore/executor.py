@@ -236,7 +236,7 @@ def to_leader(effect: Effect) -> WorkerMessage | None:
     """The message to the leader that this effect is, or None."""
     match effect:
         case ReportTokens():
-            return Tokens(effect.keys, effect.token_ids, effect.logprobs)
+            return Tokens(effect.keys, list(effect.token_ids), effect.logprobs)
         case ReportAccepted():
             return Accepted(effect.key)
         case ReportFinished():

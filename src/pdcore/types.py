@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, NewType
+from typing import Final, NamedTuple, NewType, TypeGuard, overload
 
 import attrs
 
@@ -202,12 +202,73 @@ class Batch:
         return f"Batch({self.phase.value}, seqs={len(self)}, tokens={self.num_tokens})"
 
 
+class OneTokenEach(Sequence[Sequence[int]]):
+    """Rows of exactly one token id each, without an object per row: what a decode step
+    without speculation returns. ``flat`` is handed over with it and not changed again."""
+
+    __slots__ = ("flat",)
+
+    def __init__(self, flat: list[int]) -> None:
+        self.flat = flat
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[int]]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence[int] | Sequence[Sequence[int]]:
+        if isinstance(index, slice):
+            return OneTokenEach(self.flat[index])
+        return (self.flat[index],)
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        return zip(self.flat, strict=True)
+
+    def __repr__(self) -> str:
+        return f"OneTokenEach({self.flat})"
+
+
+def rows_of(tokens: Sequence[int | None]) -> Sequence[Sequence[int] | None]:
+    """Rows for a StepOutput from at most one token per sequence."""
+    flat = [token for token in tokens if token is not None]
+    if len(flat) == len(tokens):
+        return OneTokenEach(flat)
+    return [None if token is None else (token,) for token in tokens]
+
+
+def one_token_each(rows: Sequence[Sequence[int] | None]) -> list[int] | None:
+    """The tokens of rows of exactly one each, else None."""
+    if isinstance(rows, OneTokenEach):
+        return rows.flat
+    return _flatten(rows) if _starts_with_a_row(rows) else None
+
+
+def _starts_with_a_row(rows: Sequence[Sequence[int] | None]) -> TypeGuard[Sequence[Sequence[int]]]:
+    """A look at the first row; :func:`_flatten` proves the others or refuses."""
+    return not rows or rows[0] is not None
+
+
+def _flatten(rows: Sequence[Sequence[int]]) -> list[int] | None:
+    """Unpacking proves the length while it flattens: one pass for the common case. A row
+    of None cannot be unpacked either."""
+    try:
+        return [token for (token,) in rows]
+    except (TypeError, ValueError):
+        return None
+
+
 @attrs.frozen
 class StepOutput:
     """Result of one engine step, aligned with the batch's sequences.
 
     ``token_ids[i]`` is None where nothing was sampled; otherwise the new token ids
-    (more than one with speculative decoding). ``logprobs[i]`` matches it, or None.
+    (more than one with speculative decoding). :class:`OneTokenEach` where all have one: a
+    thousand lists a step cost more than all else the scheduler does. ``logprobs[i]``
+    matches it, or None.
     ``elapsed_s`` is informational with a real clock and authoritative in simulation.
     """
 

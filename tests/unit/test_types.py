@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pdcore.types import MAX_ID, Batch, Phase, RoomKey, SamplingParams, StepOutput
+from pdcore.types import (
+    MAX_ID,
+    Batch,
+    OneTokenEach,
+    Phase,
+    RoomKey,
+    SamplingParams,
+    StepOutput,
+    one_token_each,
+    rows_of,
+)
 
 
 def test_a_batch_packs_tokens_back_to_back() -> None:
@@ -41,3 +51,19 @@ def test_values_are_frozen() -> None:
         SamplingParams().max_tokens = 3  # type: ignore[misc]
     with pytest.raises(AttributeError):
         StepOutput([]).elapsed_s = 1.0  # type: ignore[misc]
+
+
+def test_one_token_each_reads_like_rows() -> None:
+    rows = OneTokenEach([4, 5, 6])
+    assert list(rows) == [(4,), (5,), (6,)]
+    assert (len(rows), rows[1], list(rows[1:])) == (3, (5,), [(5,), (6,)])
+    assert repr(rows) == "OneTokenEach([4, 5, 6])"
+
+
+def test_rows_are_flat_only_when_everybody_has_exactly_one_token() -> None:
+    assert one_token_each(rows_of([4, 5])) == [4, 5]
+    assert rows_of([4, None]) == [(4,), None]
+    assert one_token_each([[4], (5,)]) == [4, 5]
+    assert one_token_each([]) == []
+    for other in ([[4], None], [None, [4]], [[4, 5]], [[4], []]):
+        assert one_token_each(other) is None

@@ -34,7 +34,7 @@ from pdcore.engine.paging import (
 from pdcore.engine.sampling import mix64
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
-from pdcore.types import Batch, Phase, SamplingParams, StepOutput
+from pdcore.types import Batch, Phase, SamplingParams, StepOutput, rows_of
 
 Words = NDArray[np.uint64]
 
@@ -302,19 +302,19 @@ class SimulatedRunner:
         self._step += 1
         self._verify(batch, slots, self._cache)
         last = self._append(batch, slots, self._cache)
-        tokens: list[Sequence[int] | None] = [None] * len(batch)
+        tokens: list[int | None] = [None] * len(batch)
         logprobs: list[Sequence[float] | None] = [None] * len(batch)
         for i, sample in enumerate(batch.sample):
             if sample:
                 params, position = batch.sampling[i], len(slots[i])
-                tokens[i] = (_next_token(self.config, last[i], position, params),)
+                tokens[i] = _next_token(self.config, last[i], position, params)
                 if params.logprobs:
                     logprobs[i] = (-(mix64(last[i]) % 1000) / 1000,)
         elapsed_s = self.config.cost.step_s(batch)
         if self._sleep is not None:
             self._sleep(elapsed_s)
         wanted = any(values is not None for values in logprobs)
-        return StepOutput(tokens, logprobs if wanted else None, elapsed_s)
+        return StepOutput(rows_of(tokens), logprobs if wanted else None, elapsed_s)
 
     def warm_up(self) -> None:
         """Nothing to warm."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections import abc as cabc
 from itertools import count
-from typing import TypeGuard
 
 from pdcore.errors import EngineError, OwnershipError
 from pdcore.kv.cache import KVBlocks
@@ -32,7 +31,7 @@ from pdcore.scheduler.sequence import (
     stop_ids,
     token_limit,
 )
-from pdcore.types import Batch, Phase, StepOutput
+from pdcore.types import Batch, OneTokenEach, Phase, StepOutput, one_token_each
 
 __all__ = [
     "DecodeBatcher",
@@ -182,9 +181,10 @@ class DecodeBatcher:
             raise EngineError(
                 f"decode batch of {len(columns.rows)} returned {len(output.token_ids)} rows"
             )
-        rows = output.token_ids
-        if _may_be_one_each(rows) and (flat := _flatten(rows)) is not None:
-            result = _settle(columns, rows, output.logprobs, self._take_one_each(flat))
+        flat = one_token_each(output.token_ids)
+        if flat is not None:
+            hits = self._take_one_each(flat)
+            result = _settle(columns, OneTokenEach(flat), output.logprobs, hits)
         else:
             many, hits = self._take_many(output)
             result = _settle(columns, many, output.logprobs, hits)
@@ -312,19 +312,3 @@ def _plan(kv: KVBlocks, calendar: Calendar, row: Row, changes_from: int, next_n:
         calendar.plan_alloc(row, step + change - seq.num_computed_tokens)
     left = token_limit(seq, kv.max_model_len) - seq.num_tokens
     calendar.plan_limit(row, step + max(0, left - 1))
-
-
-def _may_be_one_each(
-    rows: cabc.Sequence[cabc.Sequence[int] | None],
-) -> TypeGuard[cabc.Sequence[cabc.Sequence[int]]]:
-    """A look at the first row; :func:`_flatten` proves the others or refuses."""
-    return not rows or rows[0] is not None
-
-
-def _flatten(rows: cabc.Sequence[cabc.Sequence[int]]) -> list[int] | None:
-    """The tokens of rows of exactly one each, else None. Unpacking proves the length while
-    it flattens: one pass for the common case. A row of None cannot be unpacked either."""
-    try:
-        return [token for (token,) in rows]
-    except (TypeError, ValueError):
-        return None

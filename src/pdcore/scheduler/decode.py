@@ -188,7 +188,8 @@ class DecodeCore:
     @property
     def wants_tick(self) -> bool:
         return self.rooms.wants_tick or (
-            self.prealloc.may_offer(len(self.running.resuming)) and not self.rooms.is_diverged
+            self.prealloc.may_offer(len(self.running.resuming), self.running.num_unseated)
+            and not self.rooms.is_diverged
         )
 
     def snapshot(self) -> DecodeSnapshot:

@@ -15,7 +15,7 @@ from typing import Final
 import attrs
 
 from pdcore.errors import EngineError
-from pdcore.types import Batch, StepOutput
+from pdcore.types import Batch, OneTokenEach, StepOutput, one_token_each
 
 #: R37: what a logprob that is not a finite number becomes; the lowest float32.
 LOWEST_LOGPROB: Final = -3.4028234663852886e38
@@ -28,6 +28,20 @@ def check_output(batch: Batch, output: StepOutput, vocab_size: int) -> StepOutpu
     rows = output.token_ids
     if len(rows) != len(batch):
         raise EngineError(f"{batch!r} returned {len(rows)} rows")
+    flat = one_token_each(rows) if False not in batch.sample else None
+    if flat is not None and flat and set(map(type, flat)) == {int}:
+        # What nearly every decode step is: checked in few passes, and passed on flat.
+        if min(flat) < 0 or max(flat) >= vocab_size:
+            raise EngineError(f"{batch!r} returned token ids outside 0..{vocab_size - 1}")
+        output = attrs.evolve(output, token_ids=OneTokenEach(flat))
+    else:
+        _check_rows(batch, rows, vocab_size)
+    if output.logprobs is None:
+        return output
+    return attrs.evolve(output, logprobs=_check_logprobs(batch, rows, output.logprobs))
+
+
+def _check_rows(batch: Batch, rows: Sequence[Sequence[int] | None], vocab_size: int) -> None:
     try:
         given = [row is not None and len(row) > 0 for row in rows]
         flat = list(chain.from_iterable(row for row in rows if row is not None))
@@ -38,9 +52,6 @@ def check_output(batch: Batch, output: StepOutput, vocab_size: int) -> StepOutpu
         raise EngineError(f"{batch!r} returned tokens for other sequences than were sampled")
     if not is_in_range or not all(type(token) is int for token in flat):
         raise EngineError(f"{batch!r} returned token ids outside 0..{vocab_size - 1}")
-    if output.logprobs is None:
-        return output
-    return attrs.evolve(output, logprobs=_check_logprobs(batch, rows, output.logprobs))
 
 
 def _check_logprobs(

@@ -109,9 +109,12 @@ class Preallocation:
         self.waiting.pop(key, None)
         self.line.discard(key)
 
-    def may_offer(self, num_owed: int) -> bool:
-        """Somebody waits and what the budget depends on has changed since the last offer."""
-        return bool(self.waiting) and self._offered != self._budgeted(num_owed)
+    def may_offer(self, num_owed: int, num_unseated: int = 0) -> bool:
+        """Somebody waits, there is a place, and what the budget depends on has changed since
+        the last offer. Without a place only an offer that was not taken up is withdrawn."""
+        if not self.waiting or not (self._chosen or self.rooms.slots.available > num_unseated):
+            return False
+        return self._offered != self._budgeted(num_owed)
 
     def offer(self, owed: Collection[Mapping[str, int]], num_unseated: int = 0) -> None:
         """Vote for who fits now: the earlier first, nobody blocking those behind. ``owed``

@@ -97,7 +97,8 @@ class Running:
         if self._batch is not None:
             return None
         batch_id = next(self._batch_ids)
-        self._batch = self._resume(batch_id)
+        if self.resuming:
+            self._batch = self._resume(batch_id)
         if self._batch is None and len(self.batcher) and not self.batcher.schedule():
             self._make_room(now)
             if not len(self.batcher):

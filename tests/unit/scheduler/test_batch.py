@@ -67,7 +67,7 @@ def test_the_batch_is_one_token_per_sequence_at_its_next_position() -> None:
     assert batch.block_tables[0] is kv.get_block_ids(1)
     result = running.commit(StepOutput([[21], [22]], [[-1.0], [-2.0]]))
     assert [s.seq_id for s in result.seqs] == [1, 2]
-    assert result.token_ids == [[21], [22]]
+    assert list(map(list, result.token_ids)) == [[21], [22]]
     assert result.logprobs == [[-1.0], [-2.0]]
     running.schedule()
     again = running.build_batch(6)
@@ -182,7 +182,7 @@ def test_a_sequence_removed_in_flight_gets_nothing_and_nobody_else_notices() -> 
         running.schedule()
     result = running.commit(StepOutput([[20], [21], [22], [2]], [[-1.0]] * 4))
     assert result.seqs == [seqs[0], seqs[2]]
-    assert result.token_ids == [[20], [22]]
+    assert list(map(list, result.token_ids)) == [[20], [22]]
     assert result.logprobs == [[-1.0], [-1.0]]
     assert result.finished == []
     assert seqs[1].output_token_ids == [101]
