@@ -10,7 +10,7 @@ from typing import Annotated, Final, NamedTuple
 import attrs
 from cyclopts import Parameter
 
-from pdcore.config import SIMULATED, InstanceConfig
+from pdcore.config import SIMULATED, DisaggConfig, InstanceConfig
 from pdcore.config_loader import Environment, load_instance, parse_setting
 from pdcore.errors import ConfigError
 
@@ -99,7 +99,7 @@ def instance_config(
         config = attrs.evolve(config, model=attrs.evolve(config.model, model_path=env.model))
     check_model(config)
     config.require_served()
-    check_transport(config.disagg.transport)
+    check_transport(config.disagg)
     return config
 
 
@@ -123,14 +123,16 @@ def check_model(config: InstanceConfig) -> None:
         )
 
 
-def check_transport(name: str) -> None:
-    """Raises ConfigError for a transport that is unknown or does not work here."""
+def check_transport(disagg: DisaggConfig) -> None:
+    """Raises ConfigError for a transport that is unknown, does not work here, or does not
+    reach a host that was named."""
     from pdcore.transports import registry
 
-    chosen = registry.resolve(name)
+    chosen = registry.resolve(disagg.transport)
     reason = registry.load(chosen).why_unavailable()
     if reason is not None:
         raise ConfigError(f"transport {chosen!r} does not work on this machine: {reason}")
+    registry.require_reach(chosen, disagg.other_hosts)
 
 
 class Workplace(NamedTuple):

@@ -1,4 +1,4 @@
-"""``pdcore serve``: one role of a cluster that spans machines, in the foreground."""
+"""``pdcore serve``: one role of a cluster, in the foreground."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class NodeFlags:
     ips: Words = ()
     """Nodes of this role in order, separated by commas; others connect to ips[node-index]."""
     prefill_ips: Words = ()
-    """Decode: nodes whose bootstrap servers it may ask. Default: this machine."""
+    """Decode: nodes whose bootstrap servers it may ask. Default: this machine, as another
+    one needs a transport that reaches it."""
     bootstrap_port: Annotated[tuple[int, ...], Parameter(negative="", show_default=False)] = ()
     """Of bootstrap servers; default 18800. The router takes one for all, or one each."""
     prefill_addrs: Words = ()
@@ -79,16 +80,18 @@ def serve(
     decode asks prefill's bootstrap server when the first request names it. Without
     addresses everything is on this machine. Logs of workers: log_RANK.log in PDCORE_RUN_DIR.
 
-    On one machine, for example:
+    For example:
 
     - `pdcore serve --role prefill`
     - `pdcore serve --role decode`
     - `pdcore serve --role router --prefill-addrs 127.0.0.1:8001 --decode-addrs 127.0.0.1:8100`
 
-    The same on two machines, 10.0.0.1 and 10.0.0.2:
+    Prefill and decode run on one machine: the transports that come with pdcore move KV
+    within a host. The router may run elsewhere; 10.0.0.1 is their machine:
 
     - `pdcore serve --role prefill --ips 10.0.0.1 --host 0.0.0.0`
-    - `pdcore serve --role decode --ips 10.0.0.2 --host 0.0.0.0 --prefill-ips 10.0.0.1`
+    - `pdcore serve --role decode --ips 10.0.0.1 --host 0.0.0.0 --prefill-ips 10.0.0.1`
+    - `pdcore serve --role router --prefill-addrs 10.0.0.1:8001 --decode-addrs 10.0.0.1:8100`
 
     Parameters
     ----------

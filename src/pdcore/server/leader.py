@@ -49,6 +49,7 @@ from pdcore.server.serve import AppServer, bind, port_of
 from pdcore.server.workers import WorkerRegistry
 from pdcore.system_clock import SystemClock
 from pdcore.topology import ParallelLayout, place_node
+from pdcore.transports import registry
 from pdcore.types import Role
 
 WORKER_MODULE: Final = "pdcore.server.worker_main"
@@ -106,6 +107,7 @@ class Leader:
         """Binds every socket. Raises ConfigError for an address that cannot be had and for
         a configuration that is not served."""
         config.require_served()
+        registry.require_reach(config.disagg.transport, config.disagg.other_hosts)
         self.config = config
         self._place = place
         self._report = report

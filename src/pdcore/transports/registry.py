@@ -8,7 +8,8 @@ the entry point group ``pdcore.transports``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -120,6 +121,24 @@ def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
 def create_for_worker(name: str, incarnation: Incarnation) -> Transport:
     """As :func:`create`, with what the transport wants in a worker process."""
     return create(name, incarnation, **load(resolve(name)).worker_options)
+
+
+def require_reach(name: str, other_hosts: Sequence[str]) -> None:
+    """Refuse at start what could only fail request by request: hosts that the transport
+    cannot move KV to. Raises ConfigError."""
+    if not other_hosts:
+        return
+    transport = create(name, Incarnation(os.urandom(16)))
+    try:
+        is_cross_host = transport.caps.cross_host
+    finally:
+        transport.close()
+    if not is_cross_host:
+        raise ConfigError(
+            f"{', '.join(other_hosts)}: is another host than this one, and transport "
+            f"{transport.name!r} moves KV within one host only; run prefill and decode on one "
+            "machine and name it by the same address (--ips, --prefill-ips)"
+        )
 
 
 def _third_party() -> dict[str, EntryPoint]:

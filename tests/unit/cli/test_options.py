@@ -16,8 +16,9 @@ from pdcore.cli.options import (
     workplace,
 )
 from pdcore.config import InstanceConfig, ModelConfig
-from pdcore.config_loader import Environment, load_environment
+from pdcore.config_loader import Environment, load_environment, load_instance
 from pdcore.errors import ConfigError
+from pdcore.server.leader import Leader, Place
 
 ENV = Environment(cache_dir=Path("cache"))
 SIMULATED = EngineFlags(simulated=True, transport="loopback")
@@ -107,6 +108,34 @@ def test_workplace_makes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "file" / "c"))
     with pytest.raises(ConfigError, match="PDCORE_CACHE_DIR"):
         workplace(load_environment())
+
+
+@pytest.mark.parametrize(
+    ("disagg", "named"),
+    [
+        ({"role": "decode", "allowed_bootstraps": ["10.0.0.1:18800"]}, "10.0.0.1"),
+        ({"local_ip": "10.0.0.1", "ips": ["10.0.0.1", "10.0.0.2"]}, "10.0.0.2"),
+    ],
+)
+def test_another_host_is_refused_where_the_transport_does_not_reach_it(
+    disagg: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    """It would start, and every request would fail; each way in refuses it."""
+    with pytest.raises(ConfigError, match=f"^{named}: is another host than this one"):
+        instance_config(SIMULATED, ENV, None, {"disagg": disagg})
+    config = load_instance(None, {"disagg": {**disagg, "http_port": 0, "transport": "loopback"}})
+    with pytest.raises(ConfigError, match=f"^{named}: is another host than this one"):
+        Leader(config, Place(tmp_path, tmp_path), lambda report: None)
+
+
+def test_this_host_by_its_own_name_is_served() -> None:
+    disagg: dict[str, object] = {
+        "role": "decode",
+        "local_ip": "10.0.0.1",
+        "ips": ["10.0.0.1"],
+        "allowed_bootstraps": ["10.0.0.1:18800", "127.0.0.1:1", "[::1]:2", "localhost:3"],
+    }
+    assert instance_config(SIMULATED, ENV, None, {"disagg": disagg}).disagg.other_hosts == ()
 
 
 def test_words_are_split_at_commas() -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
+import attrs
 import pytest
 
 from pdcore.errors import ConfigError, TransportError
@@ -114,3 +115,19 @@ def test_importing_the_registry_imports_no_transport() -> None:
         timeout=60,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_transport_that_crosses_hosts_may_be_told_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def network(incarnation: Incarnation) -> LoopbackTransport:
+        """As a third party's could be."""
+        transport = LoopbackTransport(incarnation)
+        transport.caps = attrs.evolve(transport.caps, cross_host=True)
+        return transport
+
+    registry.require_reach("loopback", ())
+    with pytest.raises(ConfigError, match="10\\.0\\.0\\.9: is another host"):
+        registry.require_reach("loopback", ("10.0.0.9",))
+    monkeypatch.setattr(registry, "load", lambda name: TransportPlugin(network, lambda: None))
+    registry.require_reach("loopback", ("10.0.0.9",))
