@@ -35,7 +35,7 @@ from pdcore.engine.sampling import draw, log_probability
 from pdcore.engine.weights import LlamaConfig, fused_layout, rope_frequencies
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVPlacement
-from pdcore.types import Batch, Phase, SamplingParams, StepOutput
+from pdcore.types import Batch, Phase, SamplingParams, StepOutput, rows_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -318,13 +318,14 @@ class LlamaRunner:
             hidden = self._model.forward(token_ids, step, self._pool)
             wanted = [i for i, sample in enumerate(batch.sample) if sample]
             ends = [end - 1 for _, _, end in batch.spans()]
-            tokens: list[Sequence[int] | None] = [None] * len(batch)
+            tokens: list[int | None] = [None] * len(batch)
             logprobs: list[Sequence[float] | None] = [None] * len(batch)
             if wanted:
                 rows = hidden[[ends[i] for i in wanted]] if len(wanted) < len(hidden) else hidden
                 self._sample(batch, wanted, self._model.logits(rows), tokens, logprobs)
         has_logprobs = any(values is not None for values in logprobs)
-        return StepOutput(tokens, logprobs if has_logprobs else None, time.perf_counter() - started)
+        elapsed_s = time.perf_counter() - started
+        return StepOutput(rows_of(tokens), logprobs if has_logprobs else None, elapsed_s)
 
     def warm_up(self) -> None:
         """Run one prefill and one decode on the null block, then zero it again."""
@@ -378,7 +379,7 @@ class LlamaRunner:
         batch: Batch,
         wanted: list[int],
         logits: torch.Tensor,
-        tokens: list[Sequence[int] | None],
+        tokens: list[int | None],
         logprobs: list[Sequence[float] | None],
     ) -> None:
         greedy: list[int] = logits.argmax(-1).tolist()
@@ -389,7 +390,7 @@ class LlamaRunner:
             if params.temperature > 0.0 or np.isnan(rows[row, token]):
                 position = batch.num_computed_tokens[i] + batch.query_lens[i]
                 token = draw(rows[row], params, self._seed(params, batch.seq_ids[i]), position)
-            tokens[i] = (token,)
+            tokens[i] = token
             if params.logprobs:
                 logprobs[i] = (log_probability(rows[row], token),)
 
