@@ -12,17 +12,24 @@ import contextlib
 import math
 import socket
 from collections.abc import Generator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from pdcore.errors import ConfigError, PdcoreError
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
 
 #: Longer than the idle time of our own client (15 s), so that the client closes first and
 #: never sends a request into a closing connection.
 KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 2048
+#: What is still in the buffer of a connection that we close has this long to leave.
+CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class StartFailed(PdcoreError):
@@ -58,6 +65,40 @@ def port_of(listener: socket.socket) -> int:
     return port
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which closes the connection of an unfinished answer and then waits for ever
+    until a client that does not read has taken what is buffered."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._inner = self.app
+        self.app = self._serve
+
+    async def _serve(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._watch()
+
+    def _watch(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(CLOSE_TIMEOUT_S, self._cut)
+
+    def _cut(self) -> None:
+        if self.transport.is_closing():
+            self.transport.abort()
+        else:
+            self._watch()
+
+
 class _Server(uvicorn.Server):
     """Without uvicorn's signal handlers, and with a way to wait until it serves."""
 
@@ -84,7 +125,7 @@ class AppServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,  # the library configures no logging

@@ -16,8 +16,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from pdcore.errors import ConfigError
+from pdcore.server import serve as serve_module
 from pdcore.server.client import HttpClient, HttpError, Origin
-from pdcore.server.serve import AppServer, StartFailed, bind, port_of, serve
+from pdcore.server.serve import AppServer, StartFailed, _Protocol, bind, port_of, serve
 from tests.unit.server.kit import run
 
 
@@ -139,3 +140,44 @@ def test_answers_are_sent_at_once() -> None:
             await server.wait_closed()
 
     run(play())
+
+
+def test_a_connection_whose_client_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that is given up closes its connection, and closing waited for the client."""
+    monkeypatch.setattr(serve_module, "CLOSE_TIMEOUT_S", 0.001)
+
+    async def gives_up(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        part = {"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                while True:
+                    await send(part)
+
+    async def check() -> None:
+        server = AppServer(gives_up, bind("127.0.0.1", 0))
+        server._server.config.lifespan = "off"
+        await server.start()
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            connections = server._server.server_state.connections
+            while not connections:
+                await asyncio.sleep(0)
+            deadline_s = loop.time() + 1.0
+            while connections and loop.time() < deadline_s:
+                await asyncio.sleep(0)
+            try:
+                assert not connections, "it is kept for ever"
+            finally:
+                client.close()
+                await server.stop()
+
+    run(check())
+    monkeypatch.setattr(_Protocol, "_watch", lambda self: None)
+    with pytest.raises(AssertionError, match="kept for ever"):
+        run(check())
