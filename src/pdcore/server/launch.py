@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from pdcore.config import ServerConfig
@@ -124,18 +125,20 @@ class Supervisor:
 
     async def _keep_running(self, rank: int, slot: _Slot) -> None:
         while True:
-            detail, status = await self._run_once(rank, slot)
+            detail, log, status = await self._run_once(rank, slot)
+            # Clients read ``detail`` in errors and /health: no path of this host is in it.
+            told = f"{detail} (log: {log})" if log is not None else detail
             if self._is_stopping:
                 return
             was_ready, slot.is_ready = slot.is_ready, False
             slot.failures += 0 if was_ready else 1
             is_over = status == EXIT_USAGE or slot.failures > self._config.max_restarts
             if is_over and not self.gave_up.done():
-                self.gave_up.set_result(GaveUp(f"worker {rank}: {detail}", status))
+                self.gave_up.set_result(GaveUp(f"worker {rank}: {told}", status))
             self._on_lost(rank, detail)
             if is_over:
                 return
-            _log.error("worker %d: %s; it is started again", rank, detail)
+            _log.error("worker %d: %s; it is started again", rank, told)
             await asyncio.sleep(self._pause_s(slot.failures))
 
     def _pause_s(self, failures: int) -> float:
@@ -143,8 +146,8 @@ class Supervisor:
         pause_s: float = self._config.restart_initial_s * 2**doublings
         return min(pause_s, self._config.restart_max_s)
 
-    async def _run_once(self, rank: int, slot: _Slot) -> tuple[str, int]:
-        """One life of a worker: (how it ended, exit status)."""
+    async def _run_once(self, rank: int, slot: _Slot) -> tuple[str, Path | None, int]:
+        """One life of a worker: (how it ended, the log that says why, exit status)."""
         slot.ready = asyncio.get_running_loop().create_future()
 
         def on_report(report: Report) -> None:
@@ -154,17 +157,15 @@ class Supervisor:
         try:
             child = self._start(rank)
         except OSError as error:
-            return f"cannot be started: {error}", 1
+            return f"cannot be started: {error.strerror or error}", None, 1
         slot.child = child
         exited = child.watch(on_report)
         try:
             status = await self._until_exit(child, exited, slot)
         finally:
             slot.child = None
-        detail = child.failure or describe_exit(status)
-        if child.log is not None and status != EXIT_USAGE:
-            detail = f"{detail} (log: {child.log})"
-        return detail, status
+        log = None if status == EXIT_USAGE else child.log
+        return child.failure or describe_exit(status), log, status
 
     async def _until_exit(self, child: Child, exited: asyncio.Future[int], slot: _Slot) -> int:
         """Its exit status; a worker that is not ready in time is ended."""

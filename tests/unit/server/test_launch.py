@@ -222,3 +222,30 @@ def test_d60_mutant_that_pins_to_nothing_is_caught() -> None:
         check(mutant([], 1, 2))
     with pytest.raises(ValueError, match="index must be below count"):
         cpu_slice([0], 2, 2)
+
+
+def test_paths_of_this_host_reach_the_log_and_not_the_clients(tmp_path: Path) -> None:
+    """Clients read what ``on_lost`` hears: in errors of the API and in /health."""
+
+    def check(lost: list[tuple[int, str]]) -> None:
+        assert all(str(tmp_path) not in detail for _, detail in lost), "a client reads our paths"
+
+    async def main() -> None:
+        rig = Rig(["crash"])
+        log = tmp_path / "log_0.log"
+        rig.supervisor = Supervisor(
+            lambda rank: spawn("worker-0", "worker_child", b"crash", log=log),
+            [0],
+            FAST,
+            on_lost=rig._on_lost,
+        )
+        rig.supervisor.run()
+        gave_up = await rig.supervisor.gave_up
+        assert gave_up.reason == f"worker 0: exit status 3 (log: {log})"
+        assert rig.lost[-1] == (0, "exit status 3")
+        check(rig.lost)
+        with pytest.raises(AssertionError, match="reads our paths"):
+            check([(0, gave_up.reason.removeprefix("worker 0: "))])
+        await rig.supervisor.stop(0)
+
+    run(main)
