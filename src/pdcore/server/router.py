@@ -40,6 +40,7 @@ from pdcore.server.client import Response as Upstream
 from pdcore.server.exchange import HttpError
 from pdcore.server.http import (
     ClientGone,
+    bounded_send,
     disconnected,
     error_body,
     error_handlers,
@@ -164,6 +165,7 @@ class RouterEndpoint:
         watch.add_done_callback(
             lambda done: None if done.cancelled() else self._shell.leave(session)
         )
+        send = bounded_send(send, self._shell.core.limits.budget_s(read))
         try:
             decision = await session.decided
             return await self._respond(session, decision, send, start_s)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from pdcore.server import http
+from pdcore.server import router as router_module
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.serve import AppServer, bind
 from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
@@ -452,6 +454,35 @@ def test_a_slow_client_stops_decode_not_the_routers_memory(play: Any) -> None:
         one.reads.set()
         reply = await one.done()
         assert len(reply.body) == 1000 * 32_008 + len(b"data: [DONE]\n\n")
+
+    play(scene)
+
+
+def test_a_client_that_never_reads_holds_no_handler_beyond_its_time(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "LAST_SEND_S", 0.001)
+
+    async def flood(arrival: Arrival) -> None:
+        await arrival.begin()
+        await arrival.event(b"data: 1\n\n")
+        await arrival.until_dropped()
+
+    async def check(cluster: Cluster) -> None:
+        router = cluster.router(request_timeout_s=0.2)
+        router.decode.behave = flood
+        one = generate(router, stream=True)
+        one.reads.clear()
+        done, _ = await asyncio.wait([one.task], timeout=1.0)
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+        assert done, "the handler is held for ever"
+
+    async def scene(cluster: Cluster) -> None:
+        await check(cluster)
+        monkeypatch.setattr(router_module, "bounded_send", lambda send, remaining_s: send)
+        with pytest.raises(AssertionError, match="for ever"):
+            await check(cluster)
 
     play(scene)
 
