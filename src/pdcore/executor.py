@@ -58,6 +58,14 @@ log = logging.getLogger(__name__)
 #: Process lives remembered as dead and fenced.
 MAX_FENCED: Final = 4096
 
+#: Seconds in which a descriptor that could not be connected to is not tried again. A
+#: stopped peer costs the loop a connect time-out per try (1 s with shm), and every request
+#: of the loop with it.
+CONNECT_AGAIN_S: Final = 5.0
+
+#: Failed connects remembered.
+MAX_UNREACHABLE: Final = 256
+
 #: ``fetch(bootstrap)`` -> the answer as an event; runs in a background thread.
 FetchRoute = Callable[[str], TopologyFetched]
 
@@ -87,9 +95,12 @@ class Executor:
         self._handles: dict[int, int] = {}
         self._posted: dict[int, int] = {}
         self._fenced: OrderedDict[Incarnation, None] = OrderedDict()
+        self._unreachable = _Unreachable()
 
-    def execute(self, effects: Iterable[Effect]) -> list[Event]:
-        """Carry out in order; returns the events that are known at once."""
+    def execute(self, effects: Iterable[Effect], now: float) -> list[Event]:
+        """Carry out in order; returns the events that are known at once. ``now`` is
+        monotonic time (seconds)."""
+        self._unreachable.now = now
         frames: dict[PeerRef, list[PeerMessage]] = {}
         events: list[Event] = []
         for effect in effects:
@@ -192,7 +203,15 @@ class Executor:
             endpoint = decode_endpoint(descriptor)
         except CodecError as error:
             raise TransportError(str(error)) from error
-        session = self.transport.connect(endpoint.transport_descriptor)
+        # Not the incarnation alone: whoever names another's with a descriptor of his own
+        # must not make it unreachable.
+        key = (peer.incarnation, endpoint.transport_descriptor)
+        self._unreachable.check(key)
+        try:
+            session = self.transport.connect(endpoint.transport_descriptor)
+        except TransportError as error:
+            self._unreachable.add(key, error)
+            raise
         if session.incarnation != peer.incarnation:
             self.transport.disconnect(session)
             raise TransportError("the descriptor belongs to another process than its sender")
@@ -230,6 +249,28 @@ class Executor:
         for data in encode_frames(frame):
             if not self.channel.send(peer.address, data):
                 log.debug("control channel refused a frame to %s; it is resent", peer.address)
+
+
+class _Unreachable:
+    """Process lives that could not be connected to a moment ago. ``now`` is set by who
+    calls: nothing here reads a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._failed: OrderedDict[tuple[Incarnation, bytes], tuple[float, str]] = OrderedDict()
+
+    def add(self, key: tuple[Incarnation, bytes], error: TransportError) -> None:
+        self._failed.pop(key, None)
+        self._failed[key] = self.now + CONNECT_AGAIN_S, str(error)
+        while len(self._failed) > MAX_UNREACHABLE:
+            self._failed.popitem(last=False)
+
+    def check(self, key: tuple[Incarnation, bytes]) -> None:
+        """Raises TransportError, with the reason of then, while it is too soon."""
+        until_s, why = self._failed.get(key, (self.now, ""))
+        if self.now < until_s:
+            raise TransportError(f"{why} (tried within the last {CONNECT_AGAIN_S:.0f} s)")
+        self._failed.pop(key, None)
 
 
 def to_leader(effect: Effect) -> WorkerMessage | None:

@@ -7,8 +7,9 @@ plain ``NamedTuple``s (cheap to make, hashable); configuration-like values are a
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, NewType, TypeGuard, overload
+from typing import Final, NamedTuple, NewType, NoReturn, TypeGuard, overload
 
 import attrs
 
@@ -94,8 +95,11 @@ class Failure(NamedTuple):
 @attrs.frozen
 class SamplingParams:
     """Sampling of one request. ``temperature`` 0 is greedy; ``max_tokens`` None means
-    "what is left of the context". A draw depends only on (seed, position), so prefill
-    and decode never repeat each other's draws (D18)."""
+    "what is left of the context"; ``top_k`` 0 is all tokens; ``seed`` None is a draw that
+    nobody can repeat. A draw depends only on (seed, position), so prefill and decode never
+    repeat each other's draws (D18).
+
+    Raises :class:`~pdcore.errors.InvalidRequest` naming the field that is out of range."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -107,6 +111,44 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        # One expression that is true for every good request; only then look which.
+        # Comparisons are written so that a NaN fails them.
+        if not (
+            (self.max_tokens is None or self.max_tokens >= 1)
+            and self.min_tokens >= 0
+            and (self.max_tokens is None or self.min_tokens <= self.max_tokens)
+            and 0.0 <= self.temperature < math.inf
+            and 0.0 < self.top_p <= 1.0
+            and self.top_k >= 0
+            and (self.seed is None or 0 <= self.seed <= MAX_ID)
+            and (not self.stop_token_ids or min(self.stop_token_ids) >= 0)
+            and self.top_logprobs >= 0
+        ):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        from pdcore.errors import InvalidRequest  # which needs this module first
+
+        longest = math.inf if self.max_tokens is None else self.max_tokens
+        if not longest >= 1:
+            raise InvalidRequest("max_tokens", f"is {self.max_tokens}, expected at least 1")
+        if not 0 <= self.min_tokens <= longest:
+            upper = "" if self.max_tokens is None else f", at most max_tokens ({self.max_tokens})"
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, expected at least 0{upper}")
+        if not 0.0 <= self.temperature < math.inf:
+            detail = f"is {self.temperature}, expected a number of at least 0"
+            raise InvalidRequest("temperature", detail)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequest("top_p", f"is {self.top_p}, expected above 0 and at most 1")
+        if not self.top_k >= 0:
+            raise InvalidRequest("top_k", f"is {self.top_k}, expected at least 0 (0: all tokens)")
+        if self.seed is not None and not 0 <= self.seed <= MAX_ID:
+            raise InvalidRequest("seed", f"is {self.seed}, expected 0..{MAX_ID}")
+        if not self.top_logprobs >= 0:
+            raise InvalidRequest("top_logprobs", f"is {self.top_logprobs}, expected at least 0")
+        raise InvalidRequest("stop_token_ids", f"holds {min(self.stop_token_ids)}, a negative id")
 
 
 @attrs.frozen(eq=False)

@@ -252,7 +252,7 @@ class Worker:
             effects = self.core.poll_effects()
             if not effects:
                 return True
-            for event in self.executor.execute(effects):
+            for event in self.executor.execute(effects, now):
                 self.core.handle_event(event, now)
         return False
 
@@ -316,7 +316,8 @@ class Worker:
 
 
 def read_submit(message: Submit, vocab_size: int) -> GenerateRequest:
-    """The request a leader sent. Raises InvalidRequest or CodecError naming the field."""
+    """The request a leader sent. Raises InvalidRequest or CodecError naming the field, also
+    where the sampling parameters are out of range."""
     prompt: Sequence[int] = unpack_token_ids(message.prompt)
     if prompt and max(prompt) >= vocab_size:
         raise InvalidRequest(

@@ -21,8 +21,8 @@ from pdcore.control.messages import (
     Tokens,
     WorkerMessage,
 )
-from pdcore.errors import failure
-from pdcore.executor import MAX_FENCED, Executor, to_leader
+from pdcore.errors import TransportError, failure
+from pdcore.executor import MAX_FENCED, MAX_UNREACHABLE, Executor, to_leader
 from pdcore.fsm.effects import (
     CancelTransfer,
     ConnectPeer,
@@ -52,7 +52,7 @@ from pdcore.kv.plan import WriteBatch
 from pdcore.scheduler.consensus import LocalConsensus
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.testing.world import InlineBackground
-from pdcore.transports.base import PeerDied, RemoteLease, Revocation
+from pdcore.transports.base import PeerDied, PeerSession, RemoteLease, Revocation
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
 from pdcore.types import FinishReason, LeaseId, Nonce, PeerRef, RoomKey
@@ -116,8 +116,8 @@ class Pair:
             RANGES,
         )
 
-    def run(self, *effects: Effect) -> list[Event]:
-        return self.executor.execute(effects)
+    def run(self, *effects: Effect, now: float = 0.0) -> list[Event]:
+        return self.executor.execute(effects, now)
 
 
 def route_missing(bootstrap: str) -> TopologyFetched:
@@ -360,6 +360,67 @@ def test_a_connection_that_cannot_be_opened_is_a_lost_peer(make_pair, endpoint: 
     assert (lost.incarnation, lost.fenced) == (DECODE.incarnation, False)
 
 
+class CountedConnects:
+    """How often a transport was asked to connect; ``is_stuck``: to a peer that is stopped."""
+
+    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tried = 0
+        self.is_stuck = True
+        self._connect = pair.executor.transport.connect
+        monkeypatch.setattr(pair.executor.transport, "connect", self)
+
+    def __call__(self, descriptor: bytes) -> PeerSession:
+        self.tried += 1
+        if self.is_stuck:
+            raise TransportError("no answer within 1.0 s")
+        return self._connect(descriptor)
+
+
+def check_a_stopped_peer_costs_one_try(pair: Pair, connects: CountedConnects) -> None:
+    connect = ConnectPeer(DECODE, pair.decode_setup.endpoint())
+    for now in (10.0, 10.0, 12.0, 14.9):
+        (lost,) = pair.run(connect, now=now)
+        assert isinstance(lost, PeerLost)
+        assert "no answer within 1.0 s" in lost.detail
+        (ended,) = pair.run(pair.post(1), now=now)
+        assert isinstance(ended, HandleEnded)
+        assert ended.quiesced
+    assert connects.tried == 1
+
+
+def test_a_peer_that_does_not_answer_is_not_asked_again_at_once(make_pair, monkeypatch) -> None:
+    """Each try blocks the loop for the connect time-out, and with it every other request."""
+    pair = make_pair()
+    connects = CountedConnects(pair, monkeypatch)
+    check_a_stopped_peer_costs_one_try(pair, connects)
+    connects.is_stuck = False
+    (still,) = pair.run(pair.post(1), now=14.9)
+    assert isinstance(still, HandleEnded)
+    assert pair.run(pair.post(2), now=15.0) == [], "asked again after a few seconds"
+    assert pair.executor.poll() == [HandleEnded(2, True, None)]
+    assert connects.tried == 2
+
+
+def test_trying_every_time_fails_the_check(make_pair, monkeypatch) -> None:
+    """Mutant: nothing is remembered."""
+    monkeypatch.setattr("pdcore.executor.CONNECT_AGAIN_S", 0.0)
+    pair = make_pair()
+    with pytest.raises(AssertionError):
+        check_a_stopped_peer_costs_one_try(pair, CountedConnects(pair, monkeypatch))
+
+
+def test_a_strangers_descriptor_makes_nobody_unreachable(make_pair, monkeypatch) -> None:
+    """And what is remembered is bounded."""
+    pair = make_pair()
+    connects = CountedConnects(pair, monkeypatch)
+    for i in range(MAX_UNREACHABLE + 10):
+        fake = attrs.evolve(pair.decode_setup, transport_descriptor=b"%d" % i).endpoint()
+        assert len(pair.run(ConnectPeer(DECODE, fake))) == 1
+    assert len(pair.executor._unreachable._failed) == MAX_UNREACHABLE
+    connects.is_stuck = False
+    assert pair.run(ConnectPeer(DECODE, pair.decode_setup.endpoint())) == []
+
+
 # --- deaths and fences ------------------------------------------------------------------
 
 
@@ -380,12 +441,12 @@ def test_the_death_of_a_peer_becomes_an_event(make_pair, late: bool) -> None:
     pair.fabric.die(PREFILL.incarnation, late=late)
     assert executor.poll() == [PeerLost(PREFILL.incarnation, not late, "killed")]
     fence = [PeerLost(PREFILL.incarnation, True, "its process is gone")]
-    assert executor.execute([FencePeer(PREFILL)]) == ([] if late else fence)
+    assert executor.execute([FencePeer(PREFILL)], 0.0) == ([] if late else fence)
     if late:
         while pair.fabric.step() is not None:
             pass
         assert executor.poll() == [PeerLost(PREFILL.incarnation, True, "last write landed")]
-        assert executor.execute([FencePeer(PREFILL)]) == fence
+        assert executor.execute([FencePeer(PREFILL)], 0.0) == fence
 
 
 def test_a_death_ends_the_handles_and_the_session(make_pair) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from pdcore.errors import InvalidRequest
 from pdcore.types import (
     MAX_ID,
     Batch,
@@ -44,6 +47,39 @@ def test_room_keys_hash_and_compare_by_value() -> None:
     assert {RoomKey(1, 2): "a"}[RoomKey(1, 2)] == "a"
     assert RoomKey(1, 2) != RoomKey(1, 3)
     assert MAX_ID == 2**63 - 1
+
+
+BAD_SAMPLING = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("min_tokens", -1),
+    ("temperature", -1.0),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", 2.0),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("seed", -5),
+    ("seed", MAX_ID + 1),
+    ("stop_token_ids", (3, -2)),
+    ("top_logprobs", -1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_SAMPLING)
+def test_sampling_parameters_are_checked_where_they_are_made(field: str, value: object) -> None:
+    """For who builds requests without the HTTP API; a NaN is no number of any range."""
+    with pytest.raises(InvalidRequest, match=rf"{field}: (is|holds) ") as raised:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert raised.value.field == field
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
+    assert SamplingParams(min_tokens=9, temperature=5.0, top_p=1e-9, seed=MAX_ID).seed == MAX_ID
+    with pytest.raises(InvalidRequest, match=r"min_tokens: is 4, .* at most max_tokens \(3\)"):
+        SamplingParams(max_tokens=3, min_tokens=4)
 
 
 def test_values_are_frozen() -> None:

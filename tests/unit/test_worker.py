@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -97,6 +98,21 @@ def test_read_submit_names_the_field() -> None:
     assert read_submit(message, 1001).prompt_token_ids == (3, 1000)
     with pytest.raises(CodecError):
         read_submit(msgspec.structs.replace(message, prompt=b"a"), 1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", math.nan), ("temperature", -1.0), ("top_p", 0.0), ("seed", -5)],
+)
+def test_sampling_out_of_range_is_the_requests_error(field: str, value: float) -> None:
+    """The link's types are wider than what a request may ask for."""
+    world = make_world()
+    message = submit_of(world, prompt=pack_token_ids(PROMPT))
+    sampling = msgspec.structs.replace(message.sampling, **{field: value})
+    world.decode.port.put(msgspec.structs.replace(message, sampling=sampling))
+    world.step()
+    assert code(world.decode, message.key) == "invalid_request"
+    assert world.run_request(PROMPT, FIVE) == simulated_tokens(world.model, PROMPT, 5)
 
 
 def test_an_abort_is_always_answered() -> None:
