@@ -39,8 +39,8 @@ MALFORMED: list[tuple[str, int | None, str]] = [
     ("model_config:\n  dtype: fp32\n", 2, "dtype must be one of float32, bfloat16, got 'fp32'"),
     ("model_config:\n  dtype: 32\n", 2, "dtype: expected text, got 32"),
     ("model_config:\n  exe_mode: graph\n", 2, "exe_mode must be one of eager, ge_graph"),
-    ("data_config:\n  top_p: 1.5\n", 2, "top_p must be between 0 and 1, got 1.5"),
-    ("data_config:\n  temperature: .nan\n", 2, "temperature must be >= 0, got nan"),
+    ("data_config:\n  top_p: 1.5\n", 2, "top_p must be between 0.01 and 1, got 1.5"),
+    ("data_config:\n  temperature: .nan\n", 2, "temperature must be between 0 and 100, got nan"),
     ("data_config:\n  temperature: cold\n", 2, "temperature: expected a number"),
     (
         "parallel_config:\n  world_size: 8\n  attn_tp_size: 3\n",

@@ -53,6 +53,13 @@ class InstanceConfig:
         return self.scheduler.max_prefill_tokens or derived
 
     @property
+    def max_new_tokens(self) -> int | None:
+        """The most that a request may ask for. The seed's prefill files say 1, the token
+        that prefill itself makes, which limits no request (R19)."""
+        wanted = self.scheduler.max_new_tokens
+        return None if self.disagg.role == "prefill" and wanted == 1 else wanted
+
+    @property
     def num_metadata_slots(self) -> int:
         return self.scheduler.metadata_slots or 2 * self.batch_size_per_dp_rank
 
@@ -87,6 +94,15 @@ class InstanceConfig:
             ("model_config.exe_mode", self.model.exe_mode, "eager"),
             ("scheduler_config.cp_mini_batch", self.scheduler.cp_mini_batch, -1),
         )
+        for name, text in (
+            ("dataset", self.data.dataset),
+            ("dataset_path", self.data.dataset_path),
+        ):
+            if text not in ("", "default"):
+                raise ConfigError(
+                    f"data_config.{name}: {text!r} names prompts to run offline, and this version "
+                    "only answers requests; leave it out"
+                )
         for name, value, served in valid_but_not_served:
             if value != served:
                 raise ConfigError(

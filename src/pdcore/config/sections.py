@@ -18,6 +18,7 @@ from pdcore.config.fields import (
     optional_text,
     text,
 )
+from pdcore.types import MAX_ID
 
 #: What ``model_path`` says for the engine without a model; it serves token ids only.
 SIMULATED: Final = "simulated"
@@ -63,17 +64,18 @@ class ModelConfig:
 
 @attrs.frozen
 class DataConfig:
-    """``data_config``: prompts and sampling where a request says nothing (R17)."""
+    """``data_config``: sampling where a request says nothing, the same on both roles (R17).
+    Prefill draws the first token of an answer and decode the others."""
 
-    dataset: str = text("default", "offline use only", seed="default")
-    dataset_path: str = text("", "offline use only")
+    dataset: str = text("default", "prompts to run offline: refused here", seed="default")
+    dataset_path: str = text("", "prompts to run offline: refused here")
     input_truncated_len: int = bounded(
         256, "tokens", "derives max_prefill_tokens when that is 0 (R18)", low=1, seed="256"
     )
-    temperature: float = bounded(0.0, "", "0 is greedy", low=0, seed="0.0")
-    top_p: float = bounded(1.0, "", "nucleus sampling", low=0, high=1, seed="1.0")
-    top_k: int = bounded(0, "", "0: off", low=0, seed="0")
-    seed: int | None = optional_int("", "none: drawn per request", low=0)
+    temperature: float = bounded(0.0, "", "0 is greedy", low=0, high=100, seed="0.0")
+    top_p: float = bounded(1.0, "", "nucleus sampling", low=0.01, high=1, seed="1.0")
+    top_k: int = bounded(0, "", "0: off", low=0, high=(1 << 31) - 1, seed="0")
+    seed: int | None = optional_int("", "none: drawn per request", low=0, high=MAX_ID)
 
 
 @attrs.frozen
@@ -136,7 +138,11 @@ class SchedulerConfig:
         32, "requests", "of an instance in one step", low=1, high=65536, seed="1"
     )
     max_new_tokens: int | None = optional_int(
-        "tokens", "most a request may ask for; none: what is left", low=1, seed="32"
+        "tokens",
+        "most a request may ask for, the same on both roles; none: what is left. On prefill "
+        "1 is no limit: there it says what prefill makes (R19)",
+        low=1,
+        seed="32",
     )
     max_prefill_tokens: int = bounded(
         8192, "tokens", "longest prompt, and one step's budget; 0: derived (R18)", low=0, seed="0"

@@ -33,6 +33,7 @@ from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.launch import GaveUp, Supervisor, cpu_slice
 from pdcore.server.leg import LegOptions
 from pdcore.server.models import open_model
+from pdcore.server.openai import SamplingDefaults
 from pdcore.server.process import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -190,6 +191,13 @@ class Leader:
             max_body_bytes=config.server.max_body_bytes,
             allowed_bootstraps=frozenset(config.disagg.allowed_bootstraps),
             local_hosts=frozenset({config.disagg.local_ip}),
+            sampling=SamplingDefaults(
+                config.data.temperature,
+                config.data.top_p,
+                config.data.top_k,
+                config.data.seed,
+                config.max_new_tokens,
+            ),
         )
         options = InstanceOptions(
             leg=leg,

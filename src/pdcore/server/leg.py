@@ -31,10 +31,18 @@ from pdcore.server.http import (
     start_stream,
 )
 from pdcore.server.metrics import Metrics
-from pdcore.server.openai import Endpoint, ParsedRequest, PdFields, parse_request
+from pdcore.server.openai import (
+    PLAIN,
+    Endpoint,
+    ParsedRequest,
+    PdFields,
+    SamplingDefaults,
+    parse_request,
+    with_max_tokens,
+)
 from pdcore.server.pending import Ended, NewTokens, Pending, Refused
 from pdcore.server.text import OutputText, Piece, TextModel, TokenLogprob
-from pdcore.types import Failure, GenerateRequest, Role, RoomKey
+from pdcore.types import Failure, GenerateRequest, Role, RoomKey, SamplingParams
 
 #: Longer texts are encoded in a thread, so that the event loop goes on serving.
 _LONG_TEXT_CHARS = 16_384
@@ -48,7 +56,8 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 class LegOptions:
     """What an instance's endpoints need to know. ``instance`` is the leader's advertised
     ``host:port``. ``allowed_bootstraps`` are ``host:port`` a decode instance may ask; empty:
-    any on its own host, given by ``local_hosts`` besides loopback (D41)."""
+    any on its own host, given by ``local_hosts`` besides loopback (D41). ``sampling`` must
+    be the same on both roles: prefill draws the first token, decode the others."""
 
     role: Role
     instance: str
@@ -56,6 +65,7 @@ class LegOptions:
     max_body_bytes: int = 8 << 20
     allowed_bootstraps: frozenset[str] = frozenset()
     local_hosts: frozenset[str] = frozenset()
+    sampling: SamplingDefaults = PLAIN
 
 
 class Preparer:
@@ -78,7 +88,6 @@ class Preparer:
         pd = parsed.pd
         key = self._key(pd)
         ids = await self._encode(parsed)
-        self._check_lengths(parsed, ids)
         timeout_s = parsed.timeout_s or self._options.request_timeout_s
         remaining_s = timeout_s if pd.remaining_s is None else pd.remaining_s
         dp_rank = pd.disagg_prefill_dp_rank
@@ -90,7 +99,7 @@ class Preparer:
             key=key,
             request_id=f"{_PREFIX[parsed.endpoint]}{key.attempt:016x}",
             prompt_token_ids=ids,
-            sampling=parsed.sampling,
+            sampling=self._check_lengths(parsed, ids),
             expires_at_s=pd.expires_at_s or self._clock.unix() + remaining_s,
             remaining_s=remaining_s,
             bootstrap=f"[{host}]:{pd.bootstrap_port}"
@@ -151,11 +160,12 @@ class Preparer:
             )
         return ids
 
-    def _check_lengths(self, parsed: ParsedRequest, ids: tuple[int, ...]) -> None:
-        """R36, R66: both roles refuse what the instance's limits do not allow."""
+    def _check_lengths(self, parsed: ParsedRequest, ids: tuple[int, ...]) -> SamplingParams:
+        """R36, R66: both roles refuse what the instance's limits do not allow. Returns the
+        sampling with its ``max_tokens``."""
         limits = self._dispatcher.workers.limits()
         if limits is None:
-            return
+            return parsed.sampling
         longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
         if len(ids) > longest:
             why = f"prompt has {len(ids)} tokens, more than the {longest} this instance takes"
@@ -168,6 +178,7 @@ class Preparer:
                 f"is {wanted}, but a prompt of {len(ids)} tokens leaves {left} of the model's "
                 f"{limits.max_model_len}",
             )
+        return with_max_tokens(parsed.sampling, self._options.sampling.max_new_tokens, left)
 
 
 class LegEndpoint:
@@ -209,7 +220,7 @@ class LegEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
         body = await read_body(scope, receive, self._options.max_body_bytes)
-        parsed = parse_request(self._endpoint, body)
+        parsed = parse_request(self._endpoint, body, self._options.sampling)
         request = await self._preparer.prepare(parsed)
         is_prefill = self._options.role is Role.PREFILL
         dp_rank = request.prefill_dp_rank if is_prefill else None

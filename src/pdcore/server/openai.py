@@ -4,7 +4,8 @@ Endpoints: ``/v1/completions`` and ``/v1/chat/completions`` in OpenAI's shape, `
 with the sampling fields beside ``prompt`` (D47a: the seed's could not pass any). ``prompt`` is
 text, a list of token ids, or a list that holds one of these (R33). ``max_tokens`` defaults to
 16 for completions (R33) and to what is left of the context elsewhere. ``temperature`` defaults
-to 0, greedy (R33), so that two identical requests get the same answer.
+to 0, greedy (R33), so that two identical requests get the same answer; an instance may have
+other defaults (:class:`SamplingDefaults`).
 
 The fields of PD disaggregation (R31) travel beside them: the router adds them, instances
 read them.
@@ -122,6 +123,20 @@ class ParsedRequest:
     timeout_s: float | None = None
 
 
+@attrs.frozen
+class SamplingDefaults:
+    """What holds where a request says nothing (``data_config``), and ``max_new_tokens``, the
+    most that it may ask for (None: what is left of the context)."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_new_tokens: int | None = None
+
+
+PLAIN: Final = SamplingDefaults()
+
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PROMPT: Final = msgspec.json.Decoder(_PromptBody)
 _CHAT: Final = msgspec.json.Decoder(_ChatBody)
@@ -154,7 +169,9 @@ def explain(error: Exception) -> InvalidRequest:
     return InvalidRequest(path or "body", what[:1].lower() + what[1:])
 
 
-def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
+def parse_request(
+    endpoint: Endpoint, body: bytes, defaults: SamplingDefaults = PLAIN
+) -> ParsedRequest:
     """Decode and check one request. Raises InvalidRequest naming the field."""
     is_chat = endpoint is Endpoint.CHAT
     fields = decode_fields(body)
@@ -180,7 +197,7 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
         prompt = _prompt(decoded.prompt)
     return ParsedRequest(
         endpoint=endpoint,
-        sampling=_sampling(endpoint, decoded),
+        sampling=_sampling(endpoint, decoded, defaults),
         pd=decoded,
         model=decoded.model,
         prompt=prompt,
@@ -198,19 +215,28 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
 # --- the parts ---------------------------------------------------------------------------
 
 
-def _sampling(endpoint: Endpoint, body: _Body) -> SamplingParams:
-    max_tokens = body.max_tokens
+def _max_tokens(endpoint: Endpoint, body: _Body, most: int | None) -> int | None:
+    """None: as much as may be."""
+    field, max_tokens = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         if max_tokens is not None and max_tokens != body.max_completion_tokens:
             raise InvalidRequest(
                 "max_completion_tokens", f"contradicts max_tokens ({max_tokens}): send one of them"
             )
-        max_tokens = body.max_completion_tokens
+        field, max_tokens = "max_completion_tokens", body.max_completion_tokens
     if max_tokens is None and endpoint is Endpoint.COMPLETIONS:
-        max_tokens = COMPLETIONS_MAX_TOKENS
+        return min(COMPLETIONS_MAX_TOKENS, most or COMPLETIONS_MAX_TOKENS)
+    if max_tokens is not None and most is not None and max_tokens > most:
+        raise InvalidRequest(field, f"is {max_tokens}, more than the {most} this instance gives")
+    return max_tokens
+
+
+def _sampling(endpoint: Endpoint, body: _Body, defaults: SamplingDefaults) -> SamplingParams:
+    max_tokens = _max_tokens(endpoint, body, defaults.max_new_tokens)
     min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest("min_tokens", f"is {min_tokens}, more than max_tokens ({max_tokens})")
+    most = defaults.max_new_tokens if max_tokens is None else max_tokens
+    if most is not None and min_tokens > most:
+        raise InvalidRequest("min_tokens", f"is {min_tokens}, more than max_tokens ({most})")
     ids = body.stop_token_ids or []
     if len(ids) > MAX_STOP_TOKEN_IDS:
         limit = MAX_STOP_TOKEN_IDS
@@ -218,14 +244,26 @@ def _sampling(endpoint: Endpoint, body: _Body) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        seed=None if body.seed is None else body.seed & MAX_ID,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        seed=defaults.seed if body.seed is None else body.seed & MAX_ID,
         stop_token_ids=tuple(ids),
         ignore_eos=bool(body.ignore_eos),
         logprobs=_wants_logprobs(endpoint, body),
     )
+
+
+def with_max_tokens(sampling: SamplingParams, most: int | None, left: int) -> SamplingParams:
+    """Who does not say how many tokens gets ``most`` (None: as they are), or what is ``left``
+    of the context. Raises InvalidRequest for ``min_tokens`` that do not fit."""
+    if sampling.max_tokens is not None or most is None:
+        return sampling
+    if sampling.min_tokens > left:
+        raise InvalidRequest(
+            "min_tokens", f"is {sampling.min_tokens}, but the prompt leaves {left} tokens"
+        )
+    return attrs.evolve(sampling, max_tokens=min(most, left))
 
 
 def _wants_logprobs(endpoint: Endpoint, body: _Body) -> bool:
@@ -308,7 +346,7 @@ def _content(i: int, message: _Message) -> str:
 
 def _template_kwargs(body: _ChatBody) -> dict[str, bool | int | float | str | None]:
     kwargs = body.chat_template_kwargs or {}
-    for name in ("messages", "add_generation_prompt", "tokenize"):
+    for name in ("messages", "add_generation_prompt", "tokenize", "self"):
         if name in kwargs:
             raise InvalidRequest(f"chat_template_kwargs.{name}", "is set by the server")
     return kwargs

@@ -7,6 +7,7 @@ import pytest
 
 from pdcore.config import (
     CoreLimits,
+    DataConfig,
     DisaggConfig,
     InstanceConfig,
     ModelConfig,
@@ -67,6 +68,26 @@ def test_valid_but_not_served_is_refused_at_start(part: dict[str, object], field
     """D30, D61: what is accepted is done; the rest is refused with the remedy."""
     with pytest.raises(ConfigError, match=f"{field}: .* set it to"):
         InstanceConfig(**part).require_served()
+
+
+@pytest.mark.parametrize("data", [{"dataset": "alpaca"}, {"dataset_path": "/data/prompts.json"}])
+def test_a_dataset_is_refused(data: dict[str, str]) -> None:
+    """D30: it was accepted, and nothing ran it."""
+    with pytest.raises(ConfigError, match=r"data_config\.dataset.* leave it out"):
+        InstanceConfig(data=DataConfig(**data)).require_served()
+
+
+def test_prefills_one_token_limits_no_request() -> None:
+    """R19: the seed's prefill.yaml says 1 beside a decode.yaml with 8192."""
+
+    def most(role: str, wanted: int | None) -> int | None:
+        scheduler = SchedulerConfig(max_new_tokens=wanted)
+        return InstanceConfig(scheduler=scheduler, disagg=DisaggConfig(role)).max_new_tokens
+
+    assert most("prefill", 1) is None
+    assert most("decode", 1) == 1
+    assert [most(role, 64) for role in ("prefill", "decode")] == [64, 64]
+    assert most("decode", None) is None
 
 
 def test_defaults_are_served() -> None:

@@ -13,6 +13,7 @@ from pdcore.control.messages import Abort, Aborted, Submit
 from pdcore.errors import failure
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.leg import LegOptions
+from pdcore.server.openai import SamplingDefaults
 from pdcore.types import Role, RoomKey
 from tests.unit.server.kit import TEXT, Call, Reply, World, call, run, settle
 
@@ -487,5 +488,40 @@ def test_a_long_text_is_encoded_off_the_loop() -> None:
         world = World()
         reply = await call(app_of(world), "POST", "/generate", {**HI, "prompt": "x" * 20_000})
         assert reply.status == 413
+
+    run(play())
+
+
+# --- sampling: one rule on both roles ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_both_roles_take_and_refuse_the_same(role: Role) -> None:
+    """R17, R18: prefill accepted what decode refused, and drew the first token otherwise."""
+
+    async def play() -> None:
+        most = SamplingDefaults(temperature=0.5, seed=3, max_new_tokens=100)
+
+        def app(world: World) -> Starlette:
+            return app_of(world, role, sampling=most)
+
+        world = World()
+        one = await begin(world, app(world), "/generate", max_tokens=5)
+        (submit,) = world.link.of(Submit)
+        asked = submit.sampling
+        assert (asked.max_tokens, asked.temperature, asked.seed) == (5, 0.5, 3)
+        one.task.cancel()
+        for prompt, expected in (([7] * 20, 100), ([7] * 90, 38)):
+            world = World()
+            one = await begin(world, app(world), "/generate", prompt=prompt)
+            assert world.link.of(Submit)[0].sampling.max_tokens == expected
+            one.task.cancel()
+        for wrong, field in (({"max_tokens": 101}, "max_tokens"), ({"min_tokens": 101}, "min_")):
+            reply = await call(app(World()), "POST", "/generate", {**HI, **wrong})
+            assert reply.status == 400
+            assert reply.json()["error"]["param"].startswith(field)
+        body = {**HI, "prompt": [7] * 90, "min_tokens": 39}
+        reply = await call(app(World()), "POST", "/generate", body)
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "min_tokens")
 
     run(play())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pdcore.errors import InvalidRequest
-from pdcore.server.openai import Endpoint, ParsedRequest, parse_request
+from pdcore.server.openai import Endpoint, ParsedRequest, SamplingDefaults, parse_request
 from pdcore.types import MAX_ID, SamplingParams
 
 CHAT = Endpoint.CHAT
@@ -196,6 +197,7 @@ MISTAKES: list[tuple[Endpoint, object, str]] = [
     (CHAT, {"messages": HELLO, "logprobs": 1}, "logprobs: expected true or false"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs: is 2; only the chosen"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     (TEXT, {"prompt": "x", "logprobs": 5}, "logprobs: is 5; only the chosen token's"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens: expected int >= 1"),
     (TEXT, {"prompt": "x", "max_tokens": "9"}, "max_tokens: expected int | null, got str"),
@@ -244,3 +246,46 @@ def test_a_mistake_is_one_sentence_that_names_the_field(
     assert text.startswith(caught.value.field)
     assert "\n" not in text
     assert len(text) < 250
+
+
+# --- what an instance adds ---------------------------------------------------------------------
+
+
+WARM = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, seed=11, max_new_tokens=8)
+
+
+def sampled(endpoint: Endpoint, **fields: object) -> SamplingParams:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    asked = {**(body if endpoint is Endpoint.CHAT else {"prompt": "x"}), **fields}
+    return parse_request(endpoint, json.dumps(asked).encode(), WARM).sampling
+
+
+def check_defaults(sampled: Callable[..., SamplingParams]) -> None:
+    for endpoint in Endpoint:
+        got = sampled(endpoint)
+        assert (got.temperature, got.top_p, got.top_k, got.seed) == (0.7, 0.9, 40, 11)
+        said = sampled(endpoint, temperature=0, top_p=1, top_k=-1, seed=0)
+        assert (said.temperature, said.top_p, said.top_k, said.seed) == (0.0, 1.0, 0, 0)
+
+
+def test_what_a_request_does_not_say_is_the_instances() -> None:
+    """D30, R17: ``data_config`` was accepted and changed nothing."""
+    check_defaults(sampled)
+
+    def mutant(endpoint: Endpoint, **fields: object) -> SamplingParams:
+        return parse_request(endpoint, json.dumps({"prompt": "x", **fields}).encode()).sampling
+
+    with pytest.raises(AssertionError):
+        check_defaults(lambda endpoint, **fields: mutant(Endpoint.GENERATE, **fields))
+
+
+def test_no_request_asks_for_more_than_max_new_tokens() -> None:
+    """R18: one number for both roles, whatever else a worker could hold."""
+    assert sampled(Endpoint.COMPLETIONS).max_tokens == 8, "the default of 16 is no request"
+    assert sampled(Endpoint.CHAT).max_tokens is None
+    assert sampled(Endpoint.GENERATE, max_tokens=8, min_tokens=8).max_tokens == 8
+    for field in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(InvalidRequest, match=f"{field}: is 9, more than the 8"):
+            sampled(Endpoint.GENERATE, **{field: 9})
+    with pytest.raises(InvalidRequest, match="min_tokens: is 9"):
+        sampled(Endpoint.CHAT, min_tokens=9)
