@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Final
 
 import attrs
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pdcore.clock import Clock
+from pdcore.control.messages import WorkerReady
 from pdcore.errors import InvalidRequest, PdcoreError, failure
 from pdcore.server import sse
 from pdcore.server.answers import Heading, Outcome, answer_for, running_usage
 from pdcore.server.dispatcher import Dispatcher
 from pdcore.server.http import (
     ClientGone,
+    bounded_send,
     disconnected,
     error_body,
     failure_of,
@@ -44,8 +47,8 @@ from pdcore.server.pending import Ended, NewTokens, Pending, Refused
 from pdcore.server.text import OutputText, Piece, TextModel, TokenLogprob
 from pdcore.types import Failure, GenerateRequest, Role, RoomKey, SamplingParams
 
-#: Longer texts are encoded in a thread, so that the event loop goes on serving.
-_LONG_TEXT_CHARS = 16_384
+#: Longer texts are rendered and encoded in a thread, so that the event loop goes on serving.
+_LONG_TEXT_CHARS: Final = 2048
 
 _PREFIX = {Endpoint.GENERATE: "gen-", Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
 _REQUIRED = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "attempt")
@@ -87,6 +90,8 @@ class Preparer:
             raise Refused(failure("model_not_found", why))
         pd = parsed.pd
         key = self._key(pd)
+        # An instance that takes nothing says so before it encodes anything.
+        self._dispatcher.workers.route(None, lambda rank: 0)
         ids = await self._encode(parsed)
         timeout_s = parsed.timeout_s or self._options.request_timeout_s
         remaining_s = timeout_s if pd.remaining_s is None else pd.remaining_s
@@ -135,20 +140,12 @@ class Preparer:
         return host in _LOOPBACK or host in self._options.local_hosts
 
     async def _encode(self, parsed: ParsedRequest) -> tuple[int, ...]:
-        tokenizer = self._text.tokenizer
         if isinstance(parsed.prompt, tuple):
             ids = parsed.prompt
         elif isinstance(parsed.prompt, str):
-            text = parsed.prompt
-            if len(text) > _LONG_TEXT_CHARS:
-                ids = tuple(await asyncio.to_thread(tokenizer.encode, text))
-            else:
-                ids = tuple(tokenizer.encode(text))
+            ids = await self._ids(parsed.prompt)
         else:
-            messages, kwargs = parsed.messages, parsed.chat_template_kwargs
-            ids = tuple(
-                tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)
-            )
+            ids = await self._ids(await self._render(parsed))
         field = "messages" if parsed.prompt is None else "prompt"
         if not ids:
             raise InvalidRequest(field, "holds no tokens of this model")
@@ -160,13 +157,41 @@ class Preparer:
             )
         return ids
 
+    async def _render(self, parsed: ParsedRequest) -> str:
+        messages, kwargs = parsed.messages, parsed.chat_template_kwargs
+
+        def render() -> str:
+            return self._text.tokenizer.render_chat(messages, add_generation_prompt=True, **kwargs)
+
+        values = [*(one["content"] for one in messages), *kwargs.values()]
+        size = sum(len(value) for value in values if isinstance(value, str))
+        return await asyncio.to_thread(render) if size > _LONG_TEXT_CHARS else render()
+
+    async def _ids(self, text: str) -> tuple[int, ...]:
+        """A text that is too long whatever its tokens are is refused before the work of
+        encoding it, which takes seconds for megabytes."""
+        tokenizer, limits = self._text.tokenizer, self._dispatcher.workers.limits()
+        if limits is not None:
+            num_bytes = len(text.encode("utf-8", "replace"))
+            longest = _longest(limits)
+            most = longest * tokenizer.max_token_bytes
+            if num_bytes > most:
+                why = (
+                    f"prompt has {num_bytes} bytes; the {longest} tokens that this instance takes "
+                    f"hold at most {most}"
+                )
+                raise Refused(failure("prompt_too_long", why))
+        if len(text) > _LONG_TEXT_CHARS:
+            return tuple(await asyncio.to_thread(tokenizer.encode, text))
+        return tuple(tokenizer.encode(text))
+
     def _check_lengths(self, parsed: ParsedRequest, ids: tuple[int, ...]) -> SamplingParams:
         """R36, R66: both roles refuse what the instance's limits do not allow. Returns the
         sampling with its ``max_tokens``."""
         limits = self._dispatcher.workers.limits()
         if limits is None:
             return parsed.sampling
-        longest = min(limits.max_prefill_tokens, limits.max_model_len - 1)
+        longest = _longest(limits)
         if len(ids) > longest:
             why = f"prompt has {len(ids)} tokens, more than the {longest} this instance takes"
             raise Refused(failure("prompt_too_long", why))
@@ -179,6 +204,11 @@ class Preparer:
                 f"{limits.max_model_len}",
             )
         return with_max_tokens(parsed.sampling, self._options.sampling.max_new_tokens, left)
+
+
+def _longest(limits: WorkerReady) -> int:
+    """Tokens of the longest prompt: one more must still fit behind it."""
+    return min(limits.max_prefill_tokens, limits.max_model_len - 1)
 
 
 class LegEndpoint:
@@ -225,6 +255,7 @@ class LegEndpoint:
         is_prefill = self._options.role is Role.PREFILL
         dp_rank = request.prefill_dp_rank if is_prefill else None
         pending = self._dispatcher.submit(request, dp_rank)
+        send = bounded_send(send, request.remaining_s)
         if is_prefill:
             return await self._admit(pending, send)
         # From here on every await may be the last: a client that is gone ends the request,

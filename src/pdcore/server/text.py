@@ -20,18 +20,28 @@ _LOWEST_LOGPROB: Final = -3.4028234663852886e38
 
 
 class Tokenizer(Protocol):
-    """Thread-safe: long prompts are encoded in a thread."""
+    """Thread-safe: long texts are rendered and encoded in a thread, which helps only if
+    ``encode`` releases the GIL for them."""
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Most UTF-8 bytes that one token stands for: a text that cannot fit is refused
+        without encoding it."""
+        ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def apply_chat_template(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: object,
-    ) -> list[int]:
-        """Raises InvalidRequest where the model's template refuses the messages."""
+    ) -> str:
+        """The text of a conversation, to be encoded; ``kwargs`` are the request's
+        ``chat_template_kwargs``, whatever their names. Raises InvalidRequest where the
+        model's template refuses them."""
         ...
 
 
@@ -55,6 +65,9 @@ class TextModel:
 class IdTokenizer:
     """Text is token ids in decimal, separated by spaces: for engines without a vocabulary."""
 
+    #: A 63-bit number and a space.
+    max_token_bytes: Final = 20
+
     def encode(self, text: str) -> list[int]:
         """Raises InvalidRequest for anything but numbers."""
         words = text.split()
@@ -62,13 +75,14 @@ class IdTokenizer:
             raise InvalidRequest("prompt", "this model has no tokenizer: send a list of token ids")
         return [int(word) for word in words]
 
-    def apply_chat_template(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: object,
-    ) -> list[int]:
+    ) -> str:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
 
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+import msgspec
 import pytest
+import tokenizers
 from starlette.applications import Starlette
 
 from pdcore.control.messages import Abort, Aborted, Submit
+from pdcore.engine.tokenizer import Tokenizer as BpeTokenizer
+from pdcore.engine.tokenizer import byte_symbols
 from pdcore.errors import failure
+from pdcore.server import http
+from pdcore.server import leg as leg_module
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.leg import LegOptions
 from pdcore.server.openai import SamplingDefaults
+from pdcore.server.text import Tokenizer
 from pdcore.types import Role, RoomKey
-from tests.unit.server.kit import TEXT, Call, Reply, World, call, run, settle
+from tests.unit.server.kit import TEXT, ByteTokenizer, Call, Reply, World, call, ready, run, settle
 
 KEY = RoomKey(5, 7)
 PD: dict[str, Any] = {
@@ -483,11 +493,201 @@ def test_budget_and_expiry_of_the_router_reach_the_worker() -> None:
     run(play())
 
 
-def test_a_long_text_is_encoded_off_the_loop() -> None:
+class NotedTokenizer(ByteTokenizer):
+    """Notes what was encoded, and in which thread."""
+
+    def __init__(self) -> None:
+        self.encoded: list[tuple[int, threading.Thread]] = []
+        self.rendered: list[threading.Thread] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded.append((len(text), threading.current_thread()))
+        return super().encode(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> str:
+        self.rendered.append(threading.current_thread())
+        return super().render_chat(messages, **kwargs)
+
+
+def large_world(max_model_len: int = 1 << 22) -> World:
+    world = World()
+    told = msgspec.structs.replace(
+        ready(), max_model_len=max_model_len, max_prefill_tokens=max_model_len
+    )
+    world.dispatcher.on_message(0, told)
+    return world
+
+
+def app_with(world: World, tokenizer: Tokenizer) -> Starlette:
+    leg = LegOptions(role=Role.DECODE, instance="127.0.0.1:8100")
+    text = attrs.evolve(TEXT, tokenizer=tokenizer)
+    return create_instance_app(InstanceOptions(leg), text, world.dispatcher, clock=world.clock)
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **PD}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path: str) -> None:
+    """The 413 of a 6 MB prompt was paid for with 50 s of encoding."""
+
+    async def play() -> None:
+        tokenizer = NotedTokenizer()
+        world = World()
+        text = "x" * (96 * 4 + 1)
+        body = {**HI, "prompt": text} if path == "/generate" else chat(text)
+        reply = await call(app_with(world, tokenizer), "POST", path, body)
+        assert reply.status == 413
+        assert reply.json()["error"]["message"] == (
+            f"prompt has {385 + (path != '/generate')} bytes; the 96 tokens that this instance "
+            "takes hold at most 384"
+        )
+        assert tokenizer.encoded == []
+
+    run(play())
+
+
+def test_an_instance_that_takes_nothing_encodes_nothing() -> None:
+    async def play() -> None:
+        tokenizer = NotedTokenizer()
+        world = World()
+        world.dispatcher.on_lost(0, "killed")
+        reply = await call(app_with(world, tokenizer), "POST", "/generate", HI)
+        assert (reply.status, tokenizer.encoded) == (503, [])
+
+    run(play())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_long_text_is_rendered_and_encoded_off_the_loop(path: str, size: int) -> None:
+    async def play() -> None:
+        tokenizer = NotedTokenizer()
+        world = large_world()
+        body = {**HI, "prompt": "x" * size} if path == "/generate" else chat("x" * size)
+        one = Call(app_with(world, tokenizer), "POST", path, body)
+        while not world.link.of(Submit) and not one.task.done():
+            await asyncio.sleep(0)
+        one.leave()
+        await one.done()
+        ((_, thread),) = tokenizer.encoded
+        for used in (thread, *tokenizer.rendered):
+            assert (used is threading.main_thread()) is (size == 10)
+
+    run(play())
+
+
+def test_names_in_template_kwargs_are_no_arguments_of_ours() -> None:
+    """``{"self": 1}`` was a 500: it met the parameters of a method."""
+
+    async def check(tokenizer: Tokenizer, name: str) -> None:
+        world = World()
+        body = {**chat("hi"), "chat_template_kwargs": {name: 1}}
+        one = Call(app_with(world, tokenizer), "POST", "/v1/chat/completions", body)
+        while not world.link.of(Submit) and not one.task.done():
+            await asyncio.sleep(0)
+        one.leave()
+        try:
+            reply = await one.done()
+        except TypeError as error:
+            raise AssertionError("a 500") from error
+        assert reply.status == (400 if name == "self" else 499)
+
+    class Mutant(ByteTokenizer):
+        """Its first parameter has a name."""
+
+        def render_chat(self, texts: Any, **kwargs: object) -> str:  # type: ignore[override]
+            return ""
+
+    run(check(ByteTokenizer(), "self"))
+    run(check(ByteTokenizer(), "texts"))
+    with pytest.raises(AssertionError, match="a 500"):
+        run(check(Mutant(), "texts"))
+
+
+class EngineTokenizer(ByteTokenizer):
+    """The engine's own: byte-level BPE that merges nothing, as slow as any."""
+
+    max_token_bytes = 1
+
+    def __init__(self) -> None:
+        symbols = byte_symbols()
+        self.backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=symbols, merges=[]))
+        self.backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.inner = BpeTokenizer(
+            self.backend, eos_token_ids=(), chat_template=None, special_texts={}
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text)
+
+
+class HoldingTokenizer(EngineTokenizer):
+    """Mutant: a thread does not help where the call holds the GIL."""
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_the_loop_goes_on_while_a_long_text_is_encoded(path: str) -> None:
+    """One prompt of a megabyte froze the instance for everybody, for seconds."""
+    text = "word 12 " * (1 << 15)
+
+    async def check(tokenizer: EngineTokenizer) -> None:
+        world = large_world()
+        body = {**HI, "prompt": text} if path == "/generate" else chat(text)
+        one = Call(app_with(world, tokenizer), "POST", path, body)
+        longest_s, start_s = 0.0, time.perf_counter()
+        before_s = start_s
+        while not world.link.of(Submit) and not one.task.done():
+            await asyncio.sleep(0)
+            now_s = time.perf_counter()
+            longest_s, before_s = max(longest_s, now_s - before_s), now_s
+        one.leave()
+        await one.done()
+        share = longest_s / (before_s - start_s)
+        assert share < 0.6, f"the loop stood still for {share:.0%} of it"
+
+    run(check(EngineTokenizer()))
+    with pytest.raises(AssertionError, match="stood still"):
+        run(check(HoldingTokenizer()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_never_reads_holds_no_handler_beyond_its_time(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "LAST_SEND_S", 0.001)
+
+    async def check(app: Starlette, world: World) -> None:
+        one = await begin(world, app, stream=stream, remaining_s=0.02)
+        one.reads.clear()
+        world.tokens(KEY, list(b"a"))
+        if not stream:
+            world.finish(KEY, "stop")
+        done, _ = await asyncio.wait([one.task], timeout=0.5)
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+        assert done, "the handler is held for ever"
+        assert world.dispatcher.num_pending == 0
+
     async def play() -> None:
         world = World()
-        reply = await call(app_of(world), "POST", "/generate", {**HI, "prompt": "x" * 20_000})
-        assert reply.status == 413
+        await check(app_of(world), world)
+        monkeypatch.setattr(leg_module, "bounded_send", lambda send, remaining_s: send)
+        world = World()
+        with pytest.raises(AssertionError, match="for ever"):
+            await check(app_of(world), world)
 
     run(play())
 

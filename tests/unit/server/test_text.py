@@ -98,6 +98,6 @@ def test_a_model_without_vocabulary_speaks_ids() -> None:
         with pytest.raises(InvalidRequest, match="token ids"):
             IdTokenizer().encode(wrong)
     with pytest.raises(InvalidRequest, match="messages"):
-        IdTokenizer().apply_chat_template([])
+        IdTokenizer().render_chat([])
     output = OutputText(TextModel("sim", IdTokenizer(), IdDetokenizer), [])
     assert output.push(NewTokens([5, 6], [])).text + output.finish() == "5 6 "
