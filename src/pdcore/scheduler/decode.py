@@ -133,7 +133,7 @@ class DecodeCore:
                 self.inbox.num_ignored += 1
         for incarnation in self.inbox.restarted:
             # At once: the next request must not be sent to a process that is gone.
-            self.prealloc.topologies.forget(incarnation)
+            self.prealloc.topologies.end(incarnation)
         self.inbox.restarted.clear()
 
     def handle_timeout(self, now: float) -> None:

@@ -25,6 +25,8 @@ from pdcore.types import Failure, Incarnation, PeerRef
 
 #: Bootstrap addresses remembered; more than a deployment has prefill instances.
 MAX_ENTRIES: Final = 1024
+#: Process lives remembered as over; a bootstrap server forgets one when its lease ends.
+MAX_OVER: Final = 4096
 
 _INCARNATION: Final = re.compile("[0-9a-f]{32}")
 
@@ -52,6 +54,8 @@ class Topologies:
         self.setup = setup
         #: Least recently used first.
         self.entries: OrderedDict[str, TopologyEntry] = OrderedDict()
+        #: In hexadecimal, as routes name them; oldest first.
+        self._over: OrderedDict[str, None] = OrderedDict()
 
     def lookup(self, bootstrap: str, now: float) -> TopologyEntry:
         """The entry of an address; a refusal that is too old counts as unknown."""
@@ -78,9 +82,13 @@ class Topologies:
     def record(
         self, bootstrap: str, route: Route | None, problem: Failure | None, now: float
     ) -> TopologyEntry:
-        """Store the answer of a fetch. A route that cannot be paired becomes a refusal."""
+        """Store the answer of a fetch. A route that cannot be paired becomes a refusal; one
+        that still names a life that is over is no answer yet (D32)."""
         entry = self.lookup(bootstrap, now)
         entry.is_fetching = False
+        if route is not None and (gone := self._gone(route)) is not None:
+            detail = f"prefill at {bootstrap}: rank {gone} is gone, and not registered anew"
+            route, problem = None, failure("unavailable", detail)
         if route is None:
             entry.problem = problem or failure("unreachable", f"no route from {bootstrap}")
             if entry.problem.http_status < 500 or entry.problem.code == "incompatible":
@@ -103,8 +111,17 @@ class Topologies:
             entry.refusal = failure("incompatible", f"prefill at {bootstrap}: {error}")
         return entry
 
+    def end(self, incarnation: Incarnation) -> None:
+        """A prefill rank's life is over, by proof: until its successor has registered, the
+        bootstrap server goes on naming it, and that route would be a dead end for its whole
+        time to live."""
+        self._over[incarnation.hex()] = None
+        while len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
+        self.forget(incarnation)
+
     def forget(self, incarnation: Incarnation) -> None:
-        """A prefill rank's life is over: its route must be asked for again."""
+        """A prefill rank is silent: its route must be asked for again."""
         for entry in self.entries.values():
             route = entry.route
             if route is not None and any(
@@ -112,6 +129,10 @@ class Topologies:
             ):
                 entry.fetched_s = float("-inf")
                 entry.route = None
+
+    def _gone(self, route: Route) -> str | None:
+        """The key of a rank whose life is over."""
+        return next((key for key, r in route.ranks.items() if r.incarnation in self._over), None)
 
     def _is_fresh(self, entry: TopologyEntry, now: float) -> bool:
         return now - entry.fetched_s < self.setup.limits.topology_ttl_s

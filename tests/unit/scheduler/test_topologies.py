@@ -9,7 +9,7 @@ from pdcore.control.messages import Route, RouteRank
 from pdcore.errors import failure
 from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.scheduler.topologies import MAX_ENTRIES, Topologies, bracket
+from pdcore.scheduler.topologies import MAX_ENTRIES, MAX_OVER, Topologies, bracket
 from pdcore.topology import ParallelLayout
 from pdcore.types import Failure, Incarnation, PeerRef
 from tests.unit.scheduler.kit import PREFILL, make_route, make_setup, make_spec
@@ -215,6 +215,50 @@ def test_a_life_that_is_over_takes_its_route_along() -> None:
     assert known.needs_fetch(AT, 1.0)
     assert known.lookup("bootstrap:2", 1.0).route is not None
     assert not known.needs_fetch("bootstrap:2", 1.0)
+
+
+def check_dead_ranks_are_not_used(known: Topologies) -> None:
+    """The registry may name a dead rank until its successor has registered."""
+    dead, alive = make_route(known.setup), make_route(known.setup, SUCCESSOR)
+    known.record(AT, dead, None, 0.0)
+    known.end(PREFILL.incarnation)
+    assert known.needs_fetch(AT, 0.1)
+    entry = known.record(AT, dead, None, 0.2)
+    assert entry.route is None, "a dead rank is not a target"
+    assert entry.refusal is None, "whoever waits goes on waiting"
+    assert entry.problem is not None
+    assert entry.problem.code == "unavailable"
+    assert not known.needs_fetch(AT, 0.3)
+    assert known.needs_fetch(AT, 0.2 + LIMITS.topology_retry_s)
+    assert known.record(AT, alive, None, 1.3).route is alive
+
+
+SUCCESSOR = PeerRef(PREFILL.instance, PREFILL.rank, Incarnation(b"S" * 16), PREFILL.address)
+
+
+class Credulous(Topologies):
+    """Mutant: takes the registry's word for a life that it knows to be over."""
+
+    def end(self, incarnation: Incarnation) -> None:
+        self.forget(incarnation)
+
+
+def test_d32_a_route_that_names_a_life_that_is_over_is_no_answer() -> None:
+    """D32, D28: fetched in the moments after a death, such a route was cached for its whole
+    time to live, and every request to the restarted prefill timed out meanwhile."""
+    check_dead_ranks_are_not_used(make_topologies())
+
+
+def test_d32_mutant_believing_the_registry_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_dead_ranks_are_not_used(Credulous(make_setup(limits=LIMITS)))
+
+
+def test_d6_lives_that_are_over_are_remembered_in_a_bounded_table() -> None:
+    known = make_topologies()
+    for n in range(MAX_OVER + 1):
+        known.end(Incarnation(n.to_bytes(16, "big")))
+    assert len(known._over) == MAX_OVER
 
 
 def test_d6_addresses_that_clients_choose_fill_a_bounded_table() -> None:
