@@ -146,7 +146,7 @@ def test_quoted_and_exotic_scalars_are_plain_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_the_seed_examples_load(name: str) -> None:
     """R16, R19: the reference shapes, validated but larger than this version serves."""
-    config = load_instance(CONFIGS / f"{name}.yaml", {"disagg": {"role": name}})
+    config = load_instance(CONFIGS / f"seed-16-ranks-{name}.yaml", {"disagg": {"role": name}})
     assert config.parallel.world_size == 16
     assert config.parallel.dp_size == {"prefill": 1, "decode": 16}[name]
     assert config.scheduler.block_size == 128
@@ -155,8 +155,25 @@ def test_the_seed_examples_load(name: str) -> None:
         config.require_served()
 
 
-def test_the_small_example_is_served() -> None:
-    load_instance(CONFIGS / "small.yaml", {}).require_served()
+def test_every_other_example_is_served() -> None:
+    """tests/unit/server/test_leader.py starts them."""
+    served = {path for path in CONFIGS.glob("*.yaml") if not path.name.startswith("seed-")}
+    assert {path.name for path in served} == {"prefill.yaml", "decode.yaml", "small.yaml"}
+    for path in served:
+        load_instance(path, {}).require_served()
+
+
+def test_the_examples_of_both_roles_agree() -> None:
+    """What one role takes, the other does: else requests fail after half of their work."""
+    pair = [
+        load_instance(CONFIGS / f"{role}.yaml", {"disagg": {"role": role}})
+        for role in ("prefill", "decode")
+    ]
+    both = {
+        (one.data, one.model, one.max_new_tokens, one.max_prefill_tokens, one.scheduler.block_size)
+        for one in pair
+    }
+    assert len(both) == 1
 
 
 def test_router_flags() -> None:

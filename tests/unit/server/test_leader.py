@@ -15,12 +15,14 @@ import attrs
 import pytest
 
 from pdcore.config import DisaggConfig, InstanceConfig, ModelConfig, SchedulerConfig, ServerConfig
+from pdcore.config_loader import load_instance
 from pdcore.errors import ConfigError
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.leader import Leader, Place
 from pdcore.server.process import EXIT_USAGE, Bound, Failed, Health, Ready, Report
 
 BOUND_S = 60.0
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
 CONFIG = InstanceConfig(
     model=ModelConfig(model_path="simulated"),
     disagg=DisaggConfig(role="prefill", http_port=0, bootstrap_port=0),
@@ -185,6 +187,28 @@ def test_a_worker_that_cannot_be_configured_ends_the_instance(tmp_path: Path) ->
         assert isinstance(failed, Failed)
         assert failed.message.startswith("worker 0: the KV pool holds 0 tokens")
         assert not [r for r in rig.reports if isinstance(r, Ready)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "small"])
+def test_the_example_configurations_start(name: str, tmp_path: Path) -> None:
+    """With the simulated engine in the model's place, which is all that is different."""
+
+    async def main() -> None:
+        role = "prefill" if name == "prefill" else "decode"
+        disagg = {"role": role, "http_port": 0, "bootstrap_port": 0}
+        flags: dict[str, dict[str, object]] = {
+            "disagg": {**disagg},
+            "model_config": {"model_path": "simulated"},
+            "server_config": {"log_level": "error"},
+        }
+        rig = Rig(load_instance(CONFIGS / f"{name}.yaml", flags), tmp_path)
+        ready = asyncio.ensure_future(rig.until(lambda: Ready() in rig.reports))
+        await asyncio.wait([ready, rig.running], return_when=asyncio.FIRST_COMPLETED)
+        assert ready.done(), rig.reports
+        rig.stopping.set()
+        assert await rig.running == 0
 
     run(main)
 
