@@ -156,11 +156,11 @@ class DecodeBatcher:
         batch = Batch(batch_id, Phase.DECODE)
         batch.seq_ids = columns.seq_ids
         batch.input_ids = columns.last
-        batch.query_lens = columns.ones
+        batch.query_lens = [1] * len(columns.rows)
         batch.num_computed_tokens = [offset + step for offset in columns.offsets]
         batch.block_tables = columns.tables
         batch.sampling = columns.sampling
-        batch.sample = columns.sample
+        batch.sample = [True] * len(columns.rows)
         columns.take_off()
         return batch
 
@@ -288,7 +288,7 @@ def _settle(
 ) -> StepResult:
     """Land the batch; sequences that left while it was in flight get no result. ``hits``
     are the positions that may have finished."""
-    seqs, keys = columns.seqs.copy(), columns.keys.copy()
+    seqs, keys = columns.lend()
     finished = [seqs[i] for i in sorted(hits) if seqs[i].finish_reason is not None]
     if columns.gone:
         gone = {row.index for row in columns.gone or ()}

@@ -178,12 +178,11 @@ class Columns:
     __slots__ = (
         "gone",
         "history",
+        "is_lent",
         "keys",
         "last",
         "offsets",
-        "ones",
         "rows",
-        "sample",
         "sampling",
         "seq_ids",
         "seqs",
@@ -200,18 +199,19 @@ class Columns:
         self.last: list[int] = []
         #: num_computed_tokens minus the step number: constant while a step gives one token.
         self.offsets: list[int] = []
-        self.ones: list[int] = []
-        self.sample: list[bool] = []
         #: Rows that leave when the batch in flight lands; None: no batch is in flight.
         self.gone: list[Row] | None = None
         self.history: list[list[int]] = []
+        #: ``seqs`` and ``keys`` are somebody's result: copied before the next change. A copy
+        #: every step would touch every sequence every step.
+        self.is_lent = False
 
     def append(self, row: Row, table: dict[str, list[int]], step: int) -> None:
         seq = row.seq
         row.index = len(self.rows)
         row.columns = self
         row.start = len(self.history)
-        self.own_last()
+        self._own()
         self.rows.append(row)
         self.seqs.append(seq)
         self.seq_ids.append(seq.seq_id)
@@ -221,8 +221,6 @@ class Columns:
         self.sampling.append(seq.request.sampling)
         self.last.append(row.output[-1])
         self.offsets.append(seq.num_computed_tokens - step)
-        self.ones.append(1)
-        self.sample.append(True)
 
     def take(self, tokens: list[int]) -> None:
         """One new token per row."""
@@ -240,6 +238,18 @@ class Columns:
         self.own_last()
         self.history = []
 
+    def lend(self) -> tuple[list[Sequence], list[RoomKey]]:
+        """``seqs`` and ``keys`` as they are now, for good."""
+        self.is_lent = True
+        return self.seqs, self.keys
+
+    def _own(self) -> None:
+        """Call before rows come or go."""
+        self.own_last()
+        if self.is_lent:
+            self.seqs, self.keys = self.seqs.copy(), self.keys.copy()
+            self.is_lent = False
+
     def own_last(self) -> None:
         """Call before changing ``last``: it may be a column of the history, which rows that
         have left still refer to."""
@@ -254,7 +264,7 @@ class Columns:
         if self.gone is not None:
             self.gone.append(row)
             return
-        self.own_last()
+        self._own()
         hole = row.index
         row.index = -1
         moved = self.rows[-1]
@@ -269,8 +279,6 @@ class Columns:
         _fill_hole(self.sampling, hole)
         _fill_hole(self.last, hole)
         _fill_hole(self.offsets, hole)
-        self.ones.pop()
-        self.sample.pop()
 
     @property
     def in_flight(self) -> bool:

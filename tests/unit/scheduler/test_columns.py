@@ -115,6 +115,19 @@ def test_a_row_that_leaves_in_flight_gets_no_token() -> None:
     assert columns.seqs == [a.seq, b.seq]
     columns.land()
     assert columns.seqs == [b.seq]
-    assert columns.ones == [1]
+    assert columns.keys == [b.seq.key]
     assert a.seq.output_token_ids == [1000]
     assert b.seq.output_token_ids == [2000, 8]
+
+
+def test_what_was_lent_does_not_change_with_the_rows() -> None:
+    columns = Columns()
+    a, b, c = row(1), row(2), row(3)
+    columns.append(a, {}, 0)
+    columns.append(b, {}, 0)
+    seqs, keys = columns.lend()
+    assert columns.lend()[0] is seqs
+    columns.remove(a)
+    columns.append(c, {}, 0)
+    assert (seqs, keys) == ([a.seq, b.seq], [a.seq.key, b.seq.key])
+    assert columns.seqs == [b.seq, c.seq]
