@@ -38,6 +38,8 @@ from pdcore.types import Incarnation
 #: A caller that connects and says nothing is dropped after this long.
 HELLO_TIMEOUT_S: Final = 2.0
 MAX_CALLERS: Final = 64
+#: How long the thread rests when it can neither take a caller nor hang up on one.
+NO_DESCRIPTOR_PAUSE_S: Final = 0.05
 #: Connections the owner has not picked up yet; a stuck owner gets no more.
 MAX_ARRIVALS: Final = 1024
 
@@ -69,7 +71,8 @@ class Door:
         self._ring = ring
         self._arrivals: deque[Arrival] = deque()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        #: None: somebody else took the descriptor in the moment it was free.
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         name = b"\0pdcore-%d-%s" % (os.geteuid(), secrets.token_hex(16).encode())
         self._listener.bind(name)
@@ -105,7 +108,8 @@ class Door:
     def _close(self) -> None:
         self._listener.close()
         os.close(self._stop)
-        os.close(self._spare)
+        if self._spare is not None:
+            os.close(self._spare)
 
     def _run(self) -> None:
         poller = select.poll()
@@ -145,11 +149,19 @@ class Door:
 
     def _turn_away(self) -> None:
         """No descriptor is left: spend the spare one on hanging up, or the caller would
-        stay in the backlog and keep this thread spinning."""
+        stay in the backlog and keep this thread spinning. Without a spare one all that is
+        left is to look again a little later."""
+        if self._spare is None:
+            self._spare = _open_spare()
+            if self._spare is None:
+                stop = select.poll()
+                stop.register(self._stop, select.POLLIN)
+                stop.poll(int(NO_DESCRIPTOR_PAUSE_S * 1000))
+                return
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare = _open_spare()
 
     def _answer(self, sock: socket.socket) -> None:
         try:
@@ -186,3 +198,10 @@ class Door:
             )
         process = ProcessKey(pid, hello.start_ticks)
         return Arrival(sock, hello.incarnation, process, open_pidfd(process))
+
+
+def _open_spare() -> int | None:
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -163,6 +164,66 @@ def test_without_descriptors_callers_are_turned_away(rig: Rig) -> None:
     with rig.call() as sock:
         sock.sendall(hello())
         assert len(answer(sock)) == 1
+
+
+def check_the_door_survives(rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    """Callers meet a process without descriptors in which another thread takes the spare
+    one just when the door lets go of it; later they are served again."""
+    import resource
+
+    opened, lost, stolen = os.open, threading.Semaphore(0), list[int]()
+
+    def taken(path: str, flags: int, mode: int = 0o777) -> int:
+        if path != os.devnull or threading.current_thread() is not rig.door._thread:
+            return opened(path, flags, mode)
+        if not stolen:
+            stolen.append(opened(path, flags, mode))
+        lost.release()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with rig.call() as sock:
+        sock.send(b"nonsense")
+        with pytest.raises(TransportError):
+            answer(sock)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            for _ in range(2)
+        )
+        stack.callback(lambda: [os.close(fd) for fd in stolen])
+        stack.enter_context(monkeypatch.context()).setattr(os, "open", taken)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (second.fileno() + 1, hard))
+        # The first is hung up on with the spare descriptor, which is then lost; for the
+        # second there is none.
+        for one in (first, second):
+            one.connect(rig.door.address.name)
+            assert lost.acquire(timeout=wait_s), "the door's thread is gone"
+    with rig.call() as sock:
+        sock.sendall(hello())
+        assert len(answer(sock)) == 1
+
+
+def test_a_spare_descriptor_that_is_lost_ends_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door's thread died of EMFILE, and no peer could connect any more."""
+    check_the_door_survives(rig, monkeypatch, wait_s=10)
+
+
+def test_reopening_it_unguarded_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the thread ends with the error."""
+    rig = Rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_door, "_open_spare", lambda: os.open(os.devnull, os.O_RDONLY))
+        # Reporting how a thread ended needs descriptors, of which there are none.
+        patch.setattr(threading, "excepthook", lambda args: None)
+        with pytest.raises(AssertionError, match="the door's thread is gone"):
+            check_the_door_survives(rig, monkeypatch, wait_s=0.5)
+    rig.door._spare = None  # closed, and its number is somebody else's by now
+    assert rig.door.close(10)
+    os.close(rig.fd)
 
 
 def test_it_closes_with_callers_inside() -> None:
