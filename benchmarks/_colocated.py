@@ -125,7 +125,7 @@ class Colocated:
         sampling = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
         seq_id = next(self.ids)
         key = RoomKey(seq_id, 1)
-        return Sequence(seq_id, GenerateRequest(key, "", job.prompt, sampling, 1e12, 1e9), 1e9)
+        return Sequence(seq_id, GenerateRequest(key, "", job.prompt, sampling, 1e12, 1e9))
 
 
 def _serve(connection: Connection, cache_dir: str, num_blocks: int) -> None:

@@ -41,7 +41,7 @@ class DecodeMachine(RuleBasedStateMachine):
         seq_id = len(self.seqs)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = GenerateRequest(RoomKey(seq_id + 1, 1), "r", (9,) * prompt, sampling, 0, 0)
-        seq = self.seqs[seq_id] = Sequence(seq_id, request, 0)
+        seq = self.seqs[seq_id] = Sequence(seq_id, request)
         if self.kv.can_ever_fit(prompt, 1):
             self.line.add(seq_id, self.kv.need(seq_id, prompt, 1))
         else:

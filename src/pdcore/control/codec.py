@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from pdcore.control import messages as m
 from pdcore.errors import CodecError, IncompatibleError
@@ -54,7 +52,6 @@ _decode_leader_body = msgspec.msgpack.Decoder[m.LeaderMessage](m.LeaderMessage).
 _decode_worker_body = msgspec.msgpack.Decoder[m.WorkerMessage](m.WorkerMessage).decode
 _decode_endpoint_body = msgspec.msgpack.Decoder(m.Endpoint).decode
 
-Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 
@@ -97,12 +94,6 @@ def pack_ids(ids: Sequence[int], what: str = "id") -> bytes:
 def unpack_ids(data: bytes, what: str = "id") -> list[int]:
     """Inverse of :func:`pack_ids`. Raises CodecError for a cut or negative id."""
     return list(struct.unpack(f"<{_count_ids(data, what)}i", data))
-
-
-def view_ids(data: bytes, what: str = "id") -> Int32Array:
-    """Like :func:`unpack_ids`, as a read-only array of shape (n,) that copies nothing."""
-    _count_ids(data, what)
-    return np.frombuffer(data, dtype="<i4")
 
 
 def pack_block_ids(ids: Sequence[int]) -> bytes:

@@ -294,24 +294,7 @@ class Poller:
         self._poller = zmq.Poller()
         self._sources = list(sources)
         for fd in fds:
-            self.add_fd(fd)
-
-    def add_source(self, source: ZmqSource) -> None:
-        self._sources.append(source)
-
-    def remove_source(self, source: ZmqSource) -> None:
-        """Before it is closed."""
-        self._sources.remove(source)
-        sock, _ = source.poll_interest()
-        if sock in self._poller:
-            self._poller.unregister(sock)
-
-    def add_fd(self, fd: int) -> None:
-        self._poller.register(fd, zmq.POLLIN | zmq.POLLERR)
-
-    def remove_fd(self, fd: int) -> None:
-        """Before it is closed."""
-        self._poller.unregister(fd)
+            self._poller.register(fd, zmq.POLLIN | zmq.POLLERR)
 
     def wait(self, timeout_s: float | None) -> bool:
         """True when something is ready; False when ``timeout_s`` passed (None: for ever).

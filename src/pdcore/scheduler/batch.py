@@ -55,8 +55,8 @@ class DecodeBatcher:
 
     One step is: ``schedule``, ``build_batch``, the engine, ``commit`` (or ``abandon``
     when the engine failed). ``add`` and ``remove`` are legal at any time; while a batch is
-    in flight they take effect at its commit, and the blocks of a removed sequence that
-    ``is_in_flight`` must not be freed before that.
+    in flight they take effect at its commit, and the blocks of a removed sequence that is
+    part of it must not be freed before that.
     """
 
     def __init__(
@@ -87,10 +87,6 @@ class DecodeBatcher:
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._rows
-
-    def is_in_flight(self, seq_id: int) -> bool:
-        """Is a forward pass reading or writing this sequence's blocks right now?"""
-        return self._columns.in_flight and seq_id in self._columns.seq_ids
 
     def sequences(self) -> list[Sequence]:
         """All running sequences in order of priority."""

@@ -56,7 +56,7 @@ class DecodeRecord(RoomRecord):
         self.receiver = Receiver(
             request.key, lease, len(prompt), hash_token_ids(prompt), quarantine_s
         )
-        self.seq = Sequence(seq_id, request, self.deadline_s)
+        self.seq = Sequence(seq_id, request)
         self.slot: MetadataSlot | None = None
         #: Handshakes each prefill rank waits for (R58).
         self.num_required = 1

@@ -59,7 +59,7 @@ class PrefillRecord(RoomRecord):
     def __init__(self, request: GenerateRequest, sender: Sender, seq_id: int, now: float) -> None:
         super().__init__(request, now)
         self.sender = sender
-        self.seq = Sequence(seq_id, request, self.deadline_s)
+        self.seq = Sequence(seq_id, request)
         self.ids_hash = hash_token_ids(request.prompt_token_ids)
 
     @property

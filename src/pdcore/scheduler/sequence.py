@@ -28,13 +28,12 @@ class PendingTokens(Protocol):
 
 
 class Sequence:
-    """``seq_id`` is unique per entity on this rank; ``deadline_s`` is monotonic time."""
+    """``seq_id`` is unique per entity on this rank."""
 
     __slots__ = (
         "_num_prefilled",
         "_output",
         "_pending",
-        "deadline_s",
         "finish_reason",
         "is_prefill_done",
         "num_retractions",
@@ -43,10 +42,9 @@ class Sequence:
         "seq_id",
     )
 
-    def __init__(self, seq_id: int, request: GenerateRequest, deadline_s: float) -> None:
+    def __init__(self, seq_id: int, request: GenerateRequest) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.deadline_s = deadline_s
         self._output: list[int] = []
         self._pending: PendingTokens | None = None
         #: Filled only when the request asked for logprobs: aligned with

@@ -337,7 +337,6 @@ def test_packed_ids_are_little_endian_int32_on_every_host() -> None:
     assert codec.unpack_block_ids(bytes.fromhex("01000000 02010000")) == [1, 258]
     assert codec.pack_token_ids([]) == b""
     assert codec.unpack_token_ids(b"") == []
-    assert codec.view_ids(codec.pack_ids([3, 4])).tolist() == [3, 4]
     assert codec.pack_block_ids(np.array([5, 6], dtype=np.int64)) == codec.pack_block_ids([5, 6])
 
 
@@ -353,7 +352,7 @@ def test_cut_or_negative_packed_ids_are_refused() -> None:
     with pytest.raises(CodecError, match="block ids must be >= 0, got -2"):
         codec.unpack_block_ids(struct.pack("<3i", 1, -2, 3))
     with pytest.raises(CodecError, match="must be >= 0"):
-        codec.view_ids(b"\x00\x00\x00\x80")
+        codec.unpack_ids(b"\x00\x00\x00\x80")
 
 
 # --- endpoints --------------------------------------------------------------------------

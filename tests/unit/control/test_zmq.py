@@ -334,15 +334,8 @@ def test_the_poller_wakes_for_plain_descriptors_and_times_out() -> None:
             assert poller.wait(None), "level-triggered until its owner reads it"
             ours.recv(1)
             assert not poller.wait(0.0)
-            poller.remove_fd(ours.fileno())
-            theirs.send(b"!")
-            assert not poller.wait(0.0)
-        poller.remove_source(channel)
-        late = ZmqChannel()
-        poller.add_source(late)
-        late.send(late.address, b"to myself")
-        assert poller.wait(WAIT_S)
-        late.close()
+            channel.send(channel.address, b"to myself")
+            assert poller.wait(WAIT_S)
 
 
 def test_another_threads_call_is_found_at_once() -> None:

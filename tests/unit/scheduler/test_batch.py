@@ -32,7 +32,7 @@ MIXED = KVCacheSpec((entry("k", "full"), entry("w", "win", 2, 5)))
 def seq(seq_id: int, prompt: int, **sampling: object) -> Sequence:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
     request = GenerateRequest(RoomKey(seq_id + 1, 1), "r", (9,) * prompt, params, 0, 0)
-    one = Sequence(seq_id, request, 0)
+    one = Sequence(seq_id, request)
     one.complete_prefill()
     one.append_token(100 + seq_id)
     return one
@@ -174,7 +174,6 @@ def test_a_sequence_removed_in_flight_gets_nothing_and_nobody_else_notices() -> 
         running.add(one)
     running.schedule()
     running.build_batch(1)
-    assert running.is_in_flight(1)
     assert running.remove(1) is seqs[1]
     running.remove(3)
     seqs[3].finish_reason = FinishReason.ABORT
@@ -188,7 +187,6 @@ def test_a_sequence_removed_in_flight_gets_nothing_and_nobody_else_notices() -> 
     assert seqs[1].output_token_ids == [101]
     assert seqs[3].finish_reason is FinishReason.ABORT
     assert seqs[0].output_logprobs == [None, -1.0]
-    assert not running.is_in_flight(0)
     assert running.schedule() == 2
 
 

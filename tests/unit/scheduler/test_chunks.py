@@ -32,7 +32,7 @@ def blocks(num_blocks: int, block_size: int = 4) -> KVBlocks:
 def seq(seq_id: int, prompt: int, max_tokens: int | None = None) -> Sequence:
     ids = tuple(range(100 * seq_id, 100 * seq_id + prompt))
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Sequence(seq_id, GenerateRequest(RoomKey(seq_id, 1), "r", ids, sampling, 0, 0), 0)
+    return Sequence(seq_id, GenerateRequest(RoomKey(seq_id, 1), "r", ids, sampling, 0, 0))
 
 
 def shape(chunks: Iterable[PrefillChunk]) -> list[tuple[int, int, int, bool]]:

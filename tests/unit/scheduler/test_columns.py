@@ -11,7 +11,7 @@ from pdcore.types import GenerateRequest, RoomKey, SamplingParams
 
 def row(seq_id: int) -> Row:
     request = GenerateRequest(RoomKey(seq_id + 1, 1), "r", (1, 2), SamplingParams(), 0, 0)
-    seq = Sequence(seq_id, request, 0)
+    seq = Sequence(seq_id, request)
     seq.complete_prefill()
     seq.append_token(1000 * seq_id)
     return Row(seq, seq_id, frozenset())

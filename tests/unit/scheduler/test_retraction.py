@@ -19,7 +19,7 @@ SPEC = KVCacheSpec((KVCacheEntry("k", "full", "float32", 4, 1, 1, 8),))
 
 def seq(seq_id: int, prompt: int, output: int = 1) -> Sequence:
     request = GenerateRequest(RoomKey(seq_id + 1, 1), "r", (9,) * prompt, SamplingParams(), 0, 0)
-    one = Sequence(seq_id, request, 0)
+    one = Sequence(seq_id, request)
     one.complete_prefill()
     for _ in range(output):
         one.append_token(7)

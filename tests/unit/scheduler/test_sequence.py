@@ -19,7 +19,7 @@ EOS = frozenset({2})
 def make(prompt: int = 3, **sampling: object) -> Sequence:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
     ids = tuple(range(10, 10 + prompt))
-    return Sequence(1, GenerateRequest(RoomKey(5, 6), "r", ids, params, 0.0, 0.0), 9.0)
+    return Sequence(1, GenerateRequest(RoomKey(5, 6), "r", ids, params, 0.0, 0.0))
 
 
 def test_counts_while_prefilling_and_decoding() -> None:

@@ -191,7 +191,7 @@ def check_the_door_survives(rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: f
             stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             for _ in range(2)
         )
-        stack.callback(lambda: [os.close(fd) for fd in stolen])
+        stack.callback(lambda: [*map(os.close, stolen)])
         stack.enter_context(monkeypatch.context()).setattr(os, "open", taken)
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (second.fileno() + 1, hard))
