@@ -1,0 +1,248 @@
+"""A cluster of which every part can be killed, stopped and started again, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from pdcore.server.client import HttpClient, Origin
+from tests.scenarios.processes import (
+    Program,
+    backends,
+    children,
+    family,
+    fetch,
+    ledger,
+    segments,
+    until,
+    usage,
+    wait_gone,
+)
+from tests.scenarios.soak_client import Outcome, ask
+
+INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+BLOCKS = "2000"
+#: What has to be over by then: restarts, resends, draining of what was cut off (30 s).
+SETTLE_S = 60.0
+#: A request's own time under faults.
+REQUEST_S = 4.0
+LANES = 12
+
+
+class Parts:
+    """Two prefill and two decode instances and a router, each by ``pdcore serve``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._arguments: dict[str, list[str]] = {}
+        self.programs: dict[str, Program] = {}
+        self.at: dict[str, Origin] = {}
+        #: The last test left it as it found it.
+        self.is_whole = False
+        for name in INSTANCES:
+            self._launch(name, self._first_arguments(name))
+        for name in INSTANCES:
+            self._know(name)
+        prefills, decodes = (
+            ",".join(self.at[name].netloc for name in INSTANCES if name.startswith(role))
+            for role in ("prefill", "decode")
+        )
+        given = ["--prefill-addrs", prefills, "--decode-addrs", decodes, "--bootstrap-port", "0"]
+        self._launch("router", ["--role", "router", "--port", "0", *given])
+        self._know("router")
+        self.expect_up()
+        self.free = self._idle_pools()
+        self._segments = len(segments(self.pids()))
+
+    @staticmethod
+    def _first_arguments(name: str) -> list[str]:
+        role = name.partition("-")[0]
+        bootstrap = ["--bootstrap-port", "0"] if role == "prefill" else []
+        settings = ["--num-blocks", BLOCKS, "--set", "server_config.restart_initial_s=1"]
+        return ["--role", role, "--simulated", "--port", "0", *bootstrap, *settings]
+
+    def _launch(self, name: str, arguments: list[str]) -> None:
+        run = self._folder / name
+        self._arguments[name] = arguments
+        self.programs[name] = Program("serve", *arguments, env={"PDCORE_RUN_DIR": str(run)})
+
+    def _know(self, name: str) -> None:
+        """Wait until it is ready. From the first time on it has the same ports."""
+        program = self.programs[name]
+        line = program.wait_for(
+            r"listening on http://([\d.]+):(\d+)(?:, bootstrap server on [\d.]+:(\d+))?"
+        )
+        program.wait_for("ready")
+        self.at[name] = Origin(line[1], int(line[2]))
+        for flag, port in (("--port", line[2]), ("--bootstrap-port", line[3])):
+            if port is not None:
+                self._arguments[name][self._arguments[name].index(flag) + 1] = port
+
+    # --- parts ---------------------------------------------------------------------------
+
+    @property
+    def router(self) -> Origin:
+        return self.at["router"]
+
+    def pid(self, part: str) -> int:
+        """Of "router", of "prefill-0" (the leader), of "prefill-0 worker"."""
+        name, _, worker = part.partition(" ")
+        leader = self.programs[name].pid
+        return children()[leader][0] if worker else leader
+
+    def pids(self) -> list[int]:
+        return [pid for program in self.programs.values() for pid in family(program.pid)]
+
+    def restart(self, name: str) -> None:
+        """What an outer supervisor would do after a death: the same command again."""
+        self.programs[name].close()
+        self._launch(name, self._arguments[name])
+        self._know(name)
+
+    def close(self) -> list[int]:
+        """End everything at once; returns what is left."""
+        pids = self.pids()
+        for program in self.programs.values():
+            program.close()
+        return wait_gone(pids)
+
+    # --- what it says --------------------------------------------------------------------
+
+    def health(self, name: str) -> tuple[int, list[str]]:
+        """Status of /health, 0 where nobody answers, and the problems it names."""
+        status, body = asyncio.run(fetch(self.at[name], "/health"))
+        return status, json.loads(body)["problems"] if status else []
+
+    def seen(self, name: str) -> str:
+        """What the router thinks of an instance."""
+        status, body = asyncio.run(fetch(self.router, "/stats"))
+        return backends(body)[self.at[name]] if status == 200 else ""
+
+    def expect_unready(self, name: str, timeout_s: float = 5.0) -> None:
+        """Its health says 503 and why."""
+
+        def look() -> bool:
+            status, problems = self.health(name)
+            return status == 503 and bool(problems)
+
+        until(look, self.pid(name), timeout_s, f"{name} says why it is not ready")
+
+    def expect_seen(self, name: str, health: str, timeout_s: float = SETTLE_S) -> None:
+        what = f"the router sees {name} as {health}"
+        until(lambda: self.seen(name) == health, self.pid("router"), timeout_s, what)
+
+    def expect_up(self) -> None:
+        """Every instance says so itself, and the router has heard it."""
+        for name in INSTANCES:
+            what = f"{name} is ready again"
+            until(lambda name=name: self.health(name) == (200, []), self.pid(name), SETTLE_S, what)
+            self.expect_seen(name, "Up")
+
+    def _idle_pools(self) -> dict[str, float]:
+        until(
+            lambda: all("kv_free" in self.ledger(name) for name in INSTANCES),
+            self.pid("router"),
+            SETTLE_S,
+            "every worker reports its pool",
+        )
+        return {name: self.ledger(name)["kv_free"] for name in INSTANCES}
+
+    def ledger(self, name: str) -> dict[str, float]:
+        return asyncio.run(ledger(self.at[name]))
+
+    def _is_pool_whole(self, name: str) -> bool:
+        now = self.ledger(name)
+        used = {key: n for key, n in now.items() if key != "kv_free" and n}
+        used.pop("kv_total", None)
+        return now.get("kv_free") == self.free[name] and not used
+
+    def expect_whole(self) -> None:
+        """Up; every block of every pool free, none quarantined, held, leased or draining;
+        no segment mapped but those of the four workers that live; requests answered."""
+        self.expect_up()
+        for name in INSTANCES:
+            until(
+                lambda name=name: self._is_pool_whole(name),
+                self.pid("router"),
+                SETTLE_S,
+                f"the pool of {name} is whole: {self.ledger(name)}",
+            )
+        until(
+            lambda: len(segments(self.pids())) == self._segments,
+            self.pid("router"),
+            SETTLE_S,
+            "segments of dead workers are unmapped",
+        )
+        most = max(fds for fds, _ in usage(self.pids()).values())
+        assert most < 150, usage(self.pids())
+        outcomes = asyncio.run(Load(self.router, seed=9).run(_nothing, num_after=30))
+        found = Counter(one.problem for one in outcomes)
+        assert found == {"ok": len(outcomes)}, found
+        self.is_whole = True
+
+
+async def _nothing(load: Load) -> None:
+    """No fault."""
+
+
+class Load:
+    """Lanes that ask one request after the other, streams and blocking ones, until told."""
+
+    def __init__(self, origin: Origin, seed: int, timeout_s: float = REQUEST_S) -> None:
+        self.outcomes: list[Outcome] = []
+        self._origin = origin
+        self._rng = random.Random(seed)
+        self._timeout_s = timeout_s
+        self._news = asyncio.Condition()
+        self._is_over = asyncio.Event()
+
+    async def run(
+        self, fault: Callable[[Load], Awaitable[None]], num_after: int = 40
+    ) -> list[Outcome]:
+        """Begin, then ``fault``, then until ``num_after`` more are answered well."""
+        client = HttpClient()
+        lanes = [asyncio.create_task(self._lane(client)) for _ in range(LANES)]
+        try:
+            await self.some_ok(LANES)
+            await fault(self)
+            await self.some_ok(num_after)
+        finally:
+            self._is_over.set()
+            await asyncio.gather(*lanes)
+            await client.aclose()
+        return self.outcomes
+
+    async def some_ok(self, count: int, timeout_s: float = 60.0) -> None:
+        """Wait for so many more good answers."""
+        await self.some(lambda one: one.kind == "ok", count, timeout_s)
+
+    async def some(
+        self, wanted: Callable[[Outcome], bool], count: int = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait for so many more outcomes of a kind."""
+        start = len(self.outcomes)
+        async with self._news:
+            await asyncio.wait_for(
+                self._news.wait_for(lambda: sum(map(wanted, self.outcomes[start:])) >= count),
+                timeout_s,
+            )
+
+    async def _lane(self, client: HttpClient) -> None:
+        while not self._is_over.is_set():
+            outcome = await ask(
+                client,
+                self._origin,
+                self._rng,
+                timeout_s=self._timeout_s,
+                is_stream=self._rng.random() < 0.5,
+            )
+            async with self._news:
+                self.outcomes.append(outcome)
+                self._news.notify_all()
+            if outcome.kind != "ok":
+                # As Retry-After asks, but at most until the load is over.
+                await asyncio.wait([asyncio.ensure_future(self._is_over.wait())], timeout=0.2)

@@ -1,0 +1,216 @@
+"""Parts of a running cluster are killed or stopped under load, and it comes back whole.
+
+Every request ends in its own time with the right tokens or with an error that says why; what
+was not hit goes on; health tells the truth; afterwards all blocks are back and nothing is left
+of the dead. One cluster goes through all of it, so that each fault meets what the former left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.parts import Load, Parts
+from tests.scenarios.processes import Cluster, segments, wait_gone
+from tests.scenarios.soak_client import Outcome
+
+pytestmark = pytest.mark.slow
+
+#: A death in mid-request: somebody noticed and said so.
+LOST = frozenset({"ok", "peer_lost", "unreachable", "unavailable", "transfer_failed"})
+#: Silence is only ever told by time.
+SILENT = LOST | {"deadline_exceeded"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Parts]]:
+    """The cluster that all tests use, or none yet."""
+    holder: list[Parts] = []
+    yield holder
+    for parts in holder:
+        parts.close()
+
+
+@pytest.fixture
+def parts(shared: list[Parts], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    """Whole. After a test that failed the next one gets another."""
+    if not shared:
+        shared.append(Parts(tmp_path_factory.mktemp("parts")))
+    parts = shared[0]
+    parts.is_whole = False
+    yield parts
+    if not parts.is_whole:
+        shared.clear()
+        parts.close()
+
+
+def expect_only(outcomes: list[Outcome], allowed: frozenset[str]) -> None:
+    """Nothing but these kinds, so never a wrong token and never an answer that is late."""
+    bad = Counter(one.problem for one in outcomes if one.kind not in allowed)
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
+def test_a_killed_worker(parts: Parts, victim: str) -> None:
+    """D45, D48, D3, D4: its requests fail at once with a reason, those elsewhere are served,
+    its leader says so and starts another, and nobody keeps blocks for the dead."""
+
+    async def kill(load: Load) -> None:
+        os.kill(parts.pid(f"{victim} worker"), signal.SIGKILL)
+        await asyncio.to_thread(parts.expect_unready, victim)
+        await load.some_ok(20)
+
+    outcomes = asyncio.run(Load(parts.router, seed=1).run(kill))
+    expect_only(outcomes, LOST)
+    parts.expect_whole()
+
+
+@pytest.mark.parametrize("victim", ["prefill-1", "decode-0"])
+def test_a_stopped_worker(parts: Parts, victim: str) -> None:
+    """D3, D23, D59: silence frees nothing and holds nobody longer than its own time; when
+    the worker goes on, what it still writes harms nobody and every block comes back."""
+
+    async def stop(load: Load) -> None:
+        pid = parts.pid(f"{victim} worker")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await load.some(lambda one: one.kind == "deadline_exceeded")
+            await load.some_ok(10)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    outcomes = asyncio.run(Load(parts.router, seed=2).run(stop))
+    expect_only(outcomes, SILENT)
+    parts.expect_whole()
+
+
+@pytest.mark.parametrize("victim", ["prefill-1", "decode-0"])
+def test_a_killed_leader(parts: Parts, victim: str) -> None:
+    """D48, D60: its worker dies with it, the router takes it out of the rotation, and back
+    when the same command is started again."""
+    worker = parts.pid(f"{victim} worker")
+
+    async def kill(load: Load) -> None:
+        os.kill(parts.pid(victim), signal.SIGKILL)
+        assert not await asyncio.to_thread(wait_gone, [worker])
+        await asyncio.to_thread(parts.expect_seen, victim, "Down")
+        await load.some_ok(20)
+        await asyncio.to_thread(parts.restart, victim)
+
+    outcomes = asyncio.run(Load(parts.router, seed=3).run(kill))
+    expect_only(outcomes, LOST)
+    parts.expect_whole()
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
+def test_a_stopped_leader(parts: Parts, victim: str) -> None:
+    """D48: a leader that does not answer gets no more requests; those that it had end in
+    their own time."""
+
+    async def stop(load: Load) -> None:
+        pid = parts.pid(victim)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(parts.expect_seen, victim, "Down")
+            await load.some_ok(20)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    outcomes = asyncio.run(Load(parts.router, seed=4).run(stop))
+    expect_only(outcomes, SILENT)
+    parts.expect_whole()
+
+
+def test_a_killed_router(parts: Parts) -> None:
+    """D47: clients see their connection end, the instances end what nobody waits for any
+    more, and another router serves at once."""
+
+    async def kill(load: Load) -> None:
+        os.kill(parts.pid("router"), signal.SIGKILL)
+        await load.some(lambda one: one.kind == "lost")
+        await asyncio.to_thread(parts.restart, "router")
+
+    outcomes = asyncio.run(Load(parts.router, seed=5).run(kill))
+    expect_only(outcomes, LOST | {"lost"})
+    parts.expect_whole()
+
+
+def test_a_stopped_router(parts: Parts) -> None:
+    """Nothing is answered while it is stopped; everything afterwards."""
+
+    async def stop(load: Load) -> None:
+        pid = parts.pid("router")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                await load.some(lambda one: True, 100, timeout_s=1.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    outcomes = asyncio.run(Load(parts.router, seed=6).run(stop))
+    expect_only(outcomes, frozenset({"ok"}))
+    parts.expect_whole()
+
+
+def test_everything_ends_when_it_is_told(parts: Parts) -> None:
+    """D59: after all of that every part drains, exits with 0 and leaves no process."""
+    pids = parts.pids()
+    for name in ("router", *(name for name in parts.programs if name != "router")):
+        assert parts.programs[name].stop() == 0
+    assert not wait_gone(pids, 0)
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = str(tmp_path_factory.mktemp("up"))
+    arguments = ("--prefill", "2", "--decode", "2", "--num-blocks", "2000")
+    running = Cluster(*arguments, env={"PDCORE_RUN_DIR": folder})
+    yield running
+    running.close()
+
+
+def test_a_stopped_and_a_killed_parent(cluster: Cluster) -> None:
+    """R7, D48: the parent of all is not in the way of requests: they are served while it is
+    stopped. When it is killed under load no process, and with the last of them no segment,
+    outlives it, and every client hears of it."""
+    pids = cluster.pids()
+    assert len(pids) == 10
+    assert len(segments(pids)) >= 4
+
+    async def stop(load: Load) -> None:
+        os.kill(cluster.pid, signal.SIGSTOP)
+        try:
+            await load.some_ok(20)
+        finally:
+            os.kill(cluster.pid, signal.SIGCONT)
+
+    async def kill(load: Load) -> None:
+        os.kill(cluster.pid, signal.SIGKILL)
+        assert not await asyncio.to_thread(wait_gone, pids)
+
+    served = asyncio.run(Load(cluster.origin, seed=7).run(stop))
+    expect_only(served, frozenset({"ok"}))
+    outcomes = asyncio.run(Load(cluster.origin, seed=8).run(kill, num_after=0))
+    expect_only(outcomes, frozenset({"ok", "lost"}))
+
+
+def test_a_killed_part_of_one_command_ends_it(cluster: Cluster) -> None:
+    """D33, D45: `pdcore up` does not restart instances: it says which one ended and exits
+    with 1, without anything left."""
+    pids = cluster.pids()
+    leader = next(pid for pid in pids if pid != cluster.pid)
+
+    async def kill(load: Load) -> None:
+        os.kill(leader, signal.SIGKILL)
+        assert not await asyncio.to_thread(wait_gone, pids)
+
+    load = Load(cluster.origin, seed=10)
+    outcomes = asyncio.run(load.run(kill, num_after=0))
+    expect_only(outcomes, LOST | {"lost", "shutting_down", "cancelled"})
+    assert cluster.process.wait(5) == 1
+    cluster.wait_for(r"pdcore: .* ended: killed by SIGKILL")
