@@ -58,7 +58,7 @@ def prompts(tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
     made = [(f"text: {text}", tokenizer.encode(text)) for text in TEXTS]
     for text in CHATS:
         messages = [{"role": "user", "content": text}]
-        made += [(f"chat: {text}", tokenizer.apply_chat_template(messages))]
+        made += [(f"chat: {text}", tokenizer.encode(tokenizer.render_chat(messages)))]
     return made
 
 

@@ -37,6 +37,4 @@ def test_export_is_the_same_tokenizer(tmp_path: Path) -> None:
     ]
     rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert rendered == ours.render_chat(messages)
-    assert Tokenizer.from_folder(tmp_path).apply_chat_template(
-        messages
-    ) == ours.apply_chat_template(messages)
+    assert Tokenizer.from_folder(tmp_path).render_chat(messages) == ours.render_chat(messages)

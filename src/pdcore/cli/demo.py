@@ -141,9 +141,9 @@ def make_prompts(tokenizer: Tokenizer, *, is_simulated: bool) -> list[Prompt]:
             Prompt(f"{size} token ids", [3 + (7 * i + size) % 900 for i in range(size)])
             for size in (5, 64, 500)
         ]
+    chats = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     return [
-        Prompt(text, tokenizer.apply_chat_template([{"role": "user", "content": text}]))
-        for text in QUESTIONS
+        Prompt(text, tokenizer.encode(chat)) for text, chat in zip(QUESTIONS, chats, strict=True)
     ]
 
 

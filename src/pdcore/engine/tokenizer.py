@@ -152,21 +152,6 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: object,
-    ) -> list[int]:
-        """Token ids of a rendered conversation; ``kwargs`` are the request's
-        ``chat_template_kwargs``. Raises InvalidRequest naming these or ``messages`` when
-        the model's template refuses them, whatever it raised."""
-        return self.encode(
-            self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        )
-
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -175,7 +160,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: object,
     ) -> str:
-        """Text of a conversation. Raises as :meth:`apply_chat_template`."""
+        """Text of a conversation, to be encoded; ``kwargs`` are the request's
+        ``chat_template_kwargs``. Raises InvalidRequest naming these or ``messages`` when
+        the model's template refuses them, whatever it raised."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
         return render(

@@ -76,7 +76,7 @@ def test_reserved_names_are_refused(tmp_path: Path, name: str) -> None:
         text_of("x", **given)
     if name != "add_generation_prompt":
         with pytest.raises(InvalidRequest, match=rf"kwargs\.{name}: is set by the server"):
-            tokenizer.apply_chat_template(MESSAGES, **given)  # type: ignore[arg-type]
+            tokenizer.render_chat(MESSAGES, **given)  # type: ignore[arg-type]
 
 
 def test_a_requests_value_wins_over_the_models_token() -> None:
