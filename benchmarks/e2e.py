@@ -35,6 +35,7 @@ SIZES = (64, 256, 512, 1024)
 QUICK_SIZES = (64, 256)
 #: A prefill that is long enough to be felt by who decodes beside it.
 QUICK_MIX = (64, 512)
+SHORT_RUNS = 15
 #: Output tokens of a request whose first token is what counts; compared with the reference.
 TTFT_TOKENS = 4
 NUM_REQUESTS = 20
@@ -148,12 +149,12 @@ def prompts(cache_dir: Path) -> Iterator[list[int]]:
 
 
 async def measure_ttft(
-    client: Client, reference: ColocatedProcess, text: Iterator[list[int]], size: int
+    client: Client, reference: ColocatedProcess, text: Iterator[list[int]], size: int, runs: int
 ) -> tuple[list[Heard], list[Heard]]:
-    """RUNS pairs, the order turning; every pair must have said the same."""
+    """Pairs, the order turning; every pair must have said the same."""
     ours: list[Heard] = []
     theirs: list[Heard] = []
-    for i in range(RUNS):
+    for i in range(runs):
         job = Job(tuple(next(text)[:size]), TTFT_TOKENS)
         for side in ("ours", "theirs") if i % 2 == 0 else ("theirs", "ours"):
             if side == "ours":
@@ -221,7 +222,9 @@ async def measure(quick: bool) -> Result:
                 await client.ask(warm)
                 await asyncio.to_thread(reference.run, [warm], 1)
                 for size in QUICK_SIZES if quick else SIZES:
-                    ours, theirs = await measure_ttft(client, reference, text, size)
+                    # A short one is no longer than a neighbour's time slice: more of them.
+                    runs = RUNS if quick or size > 256 else SHORT_RUNS
+                    ours, theirs = await measure_ttft(client, reference, text, size, runs)
                     passes = [t["prefill_prefill"] for t in client.timelines[-len(ours) :]]
                     rows += ttft_rows(size, ours, theirs, passes)
                 rows += await measure_gaps(client, reference, text, quick)
