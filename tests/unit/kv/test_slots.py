@@ -1,4 +1,4 @@
-"""Metadata slots: R81, D3, D12, D13."""
+"""Metadata slots: R81, R82, D3, D12, D13."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdcore.kv.slots import MetadataSlot, MetadataSlots
 
 
 def test_alloc_free_available() -> None:
-    """R81: alloc fails when exhausted, free is idempotent."""
+    """R81, R82: alloc fails when exhausted, free is idempotent."""
     slots = MetadataSlots(2)
     a, b = slots.alloc(), slots.alloc()
     assert slots.available == 0

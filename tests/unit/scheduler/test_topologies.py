@@ -217,6 +217,35 @@ def test_a_life_that_is_over_takes_its_route_along() -> None:
     assert not known.needs_fetch("bootstrap:2", 1.0)
 
 
+def check_prefill_ranks_have_prefills_numbers(known: Topologies) -> None:
+    """Prefill with cp 2 and dp 2, decode with cp 1: dp rank 1 begins at rank 2."""
+    targets = known.targets(wide_route(known.setup, 1, cp=2, dp=2), 1)
+    assert not isinstance(targets, Failure), targets
+    assert [peer.rank for peer in targets[0]] == [2]
+
+
+class OwnSizes(Topologies):
+    """Mutant: numbers prefill's ranks with this side's cp size, as the seed did."""
+
+    def targets(self, route: Route, dp_rank: int) -> tuple[list[PeerRef], int] | Failure:
+        found = super().targets(route, dp_rank)
+        if isinstance(found, Failure):
+            return found
+        at = ParallelLayout(route.dp_size, 1, self.setup.layout.cp_size)
+        rank = at.rank(at.coordinates(dp_rank))
+        return [peer._replace(rank=rank) for peer in found[0]], found[1]
+
+
+def test_d38_a_rank_is_numbered_with_the_sizes_of_its_own_instance() -> None:
+    """D38, R48: cp and tp sizes come with the route."""
+    check_prefill_ranks_have_prefills_numbers(Topologies(make_setup()))
+
+
+def test_d38_mutant_using_decodes_sizes_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_prefill_ranks_have_prefills_numbers(OwnSizes(make_setup()))
+
+
 def check_dead_ranks_are_not_used(known: Topologies) -> None:
     """The registry may name a dead rank until its successor has registered."""
     dead, alive = make_route(known.setup), make_route(known.setup, SUCCESSOR)
