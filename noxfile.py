@@ -87,7 +87,8 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Whole clusters of real processes while parts of them are killed, stopped and restarted."""
+    """Whole clusters of real processes while parts of them are killed, stopped and restarted;
+    under three minutes."""
     install_full(session)
     pytest(session, "tests/chaos", workers=1)
 
@@ -118,6 +119,7 @@ def docs(session: nox.Session) -> None:
         "tests/meta/test_changelog.py",
         "tests/meta/test_links.py",
         "tests/meta/test_pages.py",
+        "tests/meta/test_requirements.py",
         "tests/scenarios/test_examples.py",
         workers=1,
     )
