@@ -23,47 +23,26 @@ MAX_PAST: Final = 16
 Share = tuple[list[list[int]], int, int, int]
 
 
-class Row:
-    """Book-keeping of one running sequence. ``index`` is its column position or -1.
+class Tail:
+    """The newest tokens of one sequence, left in the columns they came in: ``past`` and
+    ``start`` say where, :meth:`flush` gathers them when the sequence is read.
 
-    Its newest tokens stay in the columns they came in, and ``past`` and ``start`` say
-    where; :meth:`flush` gathers them into the sequence when it is read.
+    It refers to no sequence, so that one that has ended takes its columns along at once.
     """
 
-    __slots__ = (
-        "blocks",
-        "columns",
-        "due",
-        "index",
-        "limit_step",
-        "num_past",
-        "order",
-        "output",
-        "past",
-        "seq",
-        "start",
-        "stops",
-    )
+    __slots__ = ("__weakref__", "columns", "index", "num_past", "output", "past", "start")
 
-    def __init__(self, seq: Sequence, order: int, stops: frozenset[int]) -> None:
-        self.seq = seq
-        self.order = order
-        self.stops = stops
-        self.index = -1
-        #: The calendar's set of rows whose tables change before the same step as this one's.
-        self.due: dict[int, Row] | None = None
-        #: Step at whose commit it reaches its length limit.
-        self.limit_step = -1
-        #: The one table, when there is a uniform block size.
-        self.blocks: list[int] = []
+    def __init__(self) -> None:
+        #: While its row is in the batch, and at which position.
         self.columns: Columns | None = None
-        #: The sequence's own list.
-        self.output: list[int] = []
+        self.index = -1
+        #: First column of the current history that belongs to it.
+        self.start = 0
         #: Shares that are complete, oldest first, and how many tokens they hold.
         self.past: list[Share] = []
         self.num_past = 0
-        #: First column of the current history that belongs to it.
-        self.start = 0
+        #: The sequence's own list.
+        self.output: list[int] = []
 
     @property
     def num_pending(self) -> int:
@@ -93,6 +72,25 @@ class Row:
         history, start, end, index = self.past.pop(0)
         self.output += [column[index] for column in history[start:end]]
         self.num_past -= end - start
+
+
+class Row:
+    """Book-keeping of one running sequence. ``index`` is its column position or -1."""
+
+    __slots__ = ("blocks", "due", "index", "limit_step", "order", "seq", "stops", "tail")
+
+    def __init__(self, seq: Sequence, order: int, stops: frozenset[int]) -> None:
+        self.seq = seq
+        self.order = order
+        self.stops = stops
+        self.index = -1
+        #: The calendar's set of rows whose tables change before the same step as this one's.
+        self.due: dict[int, Row] | None = None
+        #: Step at whose commit it reaches its length limit.
+        self.limit_step = -1
+        #: The one table, when there is a uniform block size.
+        self.blocks: list[int] = []
+        self.tail = Tail()
 
 
 class StopIds:
@@ -208,18 +206,20 @@ class Columns:
 
     def append(self, row: Row, table: dict[str, list[int]], step: int) -> None:
         seq = row.seq
-        row.index = len(self.rows)
-        row.columns = self
-        row.start = len(self.history)
+        # A new one each time: what a former one still holds was attached to the sequence.
+        tail = row.tail = Tail()
+        row.index = tail.index = len(self.rows)
+        tail.columns = self
+        tail.start = len(self.history)
         self._own()
         self.rows.append(row)
         self.seqs.append(seq)
         self.seq_ids.append(seq.seq_id)
         self.keys.append(seq.request.key)
-        row.output = seq.attach(row)
+        tail.output = seq.attach(tail)
         self.tables.append(table)
         self.sampling.append(seq.request.sampling)
-        self.last.append(row.output[-1])
+        self.last.append(tail.output[-1])
         self.offsets.append(seq.num_computed_tokens - step)
 
     def take(self, tokens: list[int]) -> None:
@@ -231,10 +231,11 @@ class Columns:
 
     def _end_history(self) -> None:
         for row in self.rows:
-            row.close()
-            row.start = 0
-            if len(row.past) > MAX_PAST:
-                row.gather()
+            tail = row.tail
+            tail.close()
+            tail.start = 0
+            if len(tail.past) > MAX_PAST:
+                tail.gather()
         self.own_last()
         self.history = []
 
@@ -259,8 +260,8 @@ class Columns:
     def remove(self, row: Row) -> None:
         """Take a row out now, or when the batch in flight lands."""
         # A token that comes after this goes nowhere: the sequence may be in another queue.
-        row.close()
-        row.columns = None
+        row.tail.close()
+        row.tail.columns = None
         if self.gone is not None:
             self.gone.append(row)
             return
@@ -269,8 +270,8 @@ class Columns:
         row.index = -1
         moved = self.rows[-1]
         if moved is not row:
-            moved.close()
-            moved.index = hole
+            moved.tail.close()
+            moved.index = moved.tail.index = hole
         _fill_hole(self.rows, hole)
         _fill_hole(self.seqs, hole)
         _fill_hole(self.seq_ids, hole)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 from pdcore.scheduler.columns import HISTORY_STEPS, MAX_PAST, Calendar, Columns, Row, StopIds
 from pdcore.scheduler.sequence import Sequence
@@ -97,11 +99,11 @@ def test_a_long_row_does_not_keep_the_columns_of_its_whole_life() -> None:
     num_steps = HISTORY_STEPS * (MAX_PAST + 3) + 5
     for step in range(num_steps):
         columns.take([step])
-        assert len(long.past) <= MAX_PAST
-    assert len(long.output) == 1 + 3 * HISTORY_STEPS
+        assert len(long.tail.past) <= MAX_PAST
+    assert len(long.tail.output) == 1 + 3 * HISTORY_STEPS
     assert long.seq.num_output_tokens == 1 + num_steps
     assert long.seq.output_token_ids == [1000, *range(num_steps)]
-    assert long.past == []
+    assert long.tail.past == []
 
 
 def test_a_row_that_leaves_in_flight_gets_no_token() -> None:
@@ -131,3 +133,22 @@ def test_what_was_lent_does_not_change_with_the_rows() -> None:
     columns.append(c, {}, 0)
     assert (seqs, keys) == ([a.seq, b.seq], [a.seq.key, b.seq.key])
     assert columns.seqs == [b.seq, c.seq]
+
+
+def test_an_ended_sequence_takes_its_columns_along_at_once() -> None:
+    """Nothing waits for a garbage collection that may be far away."""
+    columns = Columns()
+    ended, stays = row(1), row(2)
+    columns.append(ended, {}, 0)
+    columns.append(stays, {}, 0)
+    columns.take([1, 2])
+    seqs, _ = columns.lend()
+    columns.remove(ended)
+    gone = weakref.ref(ended.tail)
+    gc.disable()
+    try:
+        del ended, seqs
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert stays.seq.output_token_ids == [2000, 2]
