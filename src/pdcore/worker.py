@@ -277,10 +277,8 @@ class Worker:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("step=%d %r %s", self.counters.steps, batch, self.core)
 
-    def _report_health(self, now: float) -> None:
-        if now < self._next_health_s:
-            return
-        self._next_health_s = now + self.core.setup.limits.heartbeat_interval_s
+    def health(self) -> WorkerHealth:
+        """Counters, and why this rank is not ready (empty: it is)."""
         totals = {**attrs.asdict(self.core.snapshot()), **attrs.asdict(self.counters)}
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
         problems = self.problems()
@@ -288,8 +286,12 @@ class Worker:
             problems = [*problems, f"{stuck} rooms wait for a peer that does not acknowledge"]
         if counters.get("is_diverged"):
             problems = [*problems, "the ranks of its group held different requests: restart it"]
-        rank = self.core.setup.me.rank
-        self.ports.leader.send(WorkerHealth(rank, problems, counters))
+        return WorkerHealth(self.core.setup.me.rank, problems, counters)
+
+    def _report_health(self, now: float) -> None:
+        if now >= self._next_health_s:
+            self._next_health_s = now + self.core.setup.limits.heartbeat_interval_s
+            self.ports.leader.send(self.health())
 
     def _check_drained(self, now: float) -> None:
         """While draining: stop when nothing is left, or abort what is when time is up."""

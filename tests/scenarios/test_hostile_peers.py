@@ -12,6 +12,7 @@ from pdcore.control.messages import (
     CancelAck,
     Claim,
     Finished,
+    Handshake,
     Stale,
     Status,
     StatusAck,
@@ -19,6 +20,7 @@ from pdcore.control.messages import (
     WorkerHealth,
 )
 from pdcore.engine.simulated import simulated_tokens
+from pdcore.errors import failure
 from pdcore.fsm.events import MessageReceived
 from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.testing.world import World, make_world
@@ -242,3 +244,39 @@ def test_a_repeated_submit_does_not_end_the_first() -> None:
     results = [m for m in world.decode.said if isinstance(m, Finished) and m.key == key]
     assert [r.failure for r in results] == [None]
     assert world.decode.tokens(key) == simulated_tokens(world.model, PROMPT, 5)
+
+
+def test_a_stranger_with_the_right_rank_speaks_for_nobody() -> None:
+    """Section 2: a message of another incarnation changes no lifecycle; above all, it does not
+    acknowledge for a writer that lives."""
+    world, key = in_transfer()
+    receiver = world.decode.worker.core.rooms.records[key].receiver
+    nonce = receiver.targets[0].nonce
+    why = failure("internal", "forged")
+    hear(world, "decode", STRANGER, Status(key, receiver.lease, StatusKind.FAILED, failure=why))
+    assert receiver.failure is None
+    world.abort(key)
+    world.run(lambda: receiver.state is ReceiverState.DRAINING)
+    hear(world, "decode", STRANGER, CancelAck(key, receiver.lease, nonce))
+    assert not receiver.targets[0].over
+
+
+def test_an_oversized_handshake_is_not_parked() -> None:
+    """A stranger's block lists are not kept on our account: more than any prompt has is no."""
+    world = make_world(seed=3)
+    core = world.prefill.worker.core
+    me = world.decode.worker.core.setup
+    huge = Handshake(
+        key=RoomKey(5, 5),
+        lease=LeaseId(me.me.incarnation, 1),
+        endpoint=me.endpoint(),
+        blocks={"full": bytes(3 << 20)},
+        num_cached_tokens=0,
+        num_tokens=4,
+        ids_hash=1,
+        num_required=1,
+        expires_at_s=0.0,
+        remaining_s=1.0,
+    )
+    hear(world, "prefill", me.me, huge)
+    assert len(core.inbox.parked) == 0

@@ -141,10 +141,11 @@ def encode_frames(frame: m.Frame, max_bytes: int = MAX_FRAME_BYTES) -> list[byte
     """The same messages, in order, in as many frames as the limit makes necessary.
 
     Raises CodecError when a single message does not fit."""
+    count = len(frame.messages)
     try:
-        return [encode_frame(frame, max_bytes)]
+        if count <= m.MAX_FRAME_MESSAGES:
+            return [encode_frame(frame, max_bytes)]
     except CodecError:
-        count = len(frame.messages)
         if count < 2:
             raise
     return [

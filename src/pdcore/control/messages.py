@@ -120,7 +120,7 @@ class Cancel(_Message, frozen=True, tag="cancel"):
 
     key: RoomKey
     lease: LeaseId
-    nonces: tuple[Nonce, ...]
+    nonces: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=1024)]
 
 
 class CancelAck(_Message, frozen=True, tag="cancel_ack"):
@@ -185,6 +185,10 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     block_strides: tuple[Sequence63, ...]
 
 
+#: Messages in one frame: a loop iteration must stay short whoever sends.
+MAX_FRAME_MESSAGES = 1024
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One control-channel frame: several messages of one sender to one addressee.
 
@@ -196,7 +200,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     incarnation: Incarnation
     reply_to: Address
     to_incarnation: Incarnation
-    messages: list[PeerMessage]
+    messages: Annotated[list[PeerMessage], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
 
 
 # --- leader <-> worker link (R38, D40, D42) ---------------------------------------------
@@ -335,6 +339,10 @@ class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     protocol_max: Annotated[int, msgspec.Meta(ge=1, le=255)]
 
 
+#: Ranks along one axis: a route that says more would cost its reader its loop.
+GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
 class RouteRank(msgspec.Struct, frozen=True):
     rank_ip: str
     rank_port: int
@@ -344,13 +352,13 @@ class RouteRank(msgspec.Struct, frozen=True):
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Body of GET /bootstrap/route (R25): ``ranks`` by route key "dp,cp,tp"."""
 
-    attn_tp_size: int
-    attn_cp_size: int
-    dp_size: int
+    attn_tp_size: GroupSize
+    attn_cp_size: GroupSize
+    dp_size: GroupSize
     block_sizes: dict[str, int]
     kv_cache_dtype: str
     max_prefill_tokens: int
-    ranks: dict[str, RouteRank]
+    ranks: Annotated[dict[str, RouteRank], msgspec.Meta(max_length=65536)]
     #: Instance id (host:port of the leader) that the registrations belong to.
     instance: str = ""
     #: Grows with every change of the table; part of the ETag.

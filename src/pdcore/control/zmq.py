@@ -131,6 +131,20 @@ def bind_tcp(sock: Socket, host: str, port: int, advertise_host: str | None) -> 
     return f"tcp://{bracketed(advertise_host or str(found[0]))}:{bound_port}"
 
 
+def is_numeric_address(address: str) -> bool:
+    """A TCP address whose host needs no resolver. libzmq resolves names on the one thread
+    that moves all frames, again at every reconnect: one name that does not resolve would
+    stop every peer, so names are resolved before they get here."""
+    match = _TCP_ADDRESS.fullmatch(address)
+    if match is None or not is_tcp_address(address):
+        return False
+    try:
+        ipaddress.ip_address(match[1].strip("[]"))
+    except ValueError:
+        return match[1] == "localhost"
+    return True
+
+
 class OwnerCheck:
     """Sockets are not thread-safe: a call from another thread is a bug found at once.
 
@@ -250,7 +264,7 @@ class ZmqChannel:
         if sock is not None:
             self._peers.move_to_end(to)
             return sock
-        if self._inbound.closed or not is_tcp_address(to):
+        if self._inbound.closed or not is_numeric_address(to):
             return None
         try:
             sock = self._context.socket(zmq.PUSH)

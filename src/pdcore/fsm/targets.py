@@ -186,6 +186,7 @@ class ReceiverFacts:
         target = self.targets.get(payload.peer.rank)
         return (
             target is not None
+            and target.peer.incarnation == payload.peer.incarnation
             and payload.message.kind is StatusKind.DONE
             and payload.message.lease == self.lease
             and target.nonce is not None
@@ -195,13 +196,18 @@ class ReceiverFacts:
     def is_news(self, payload: StatusFrom) -> bool:
         """Anything but Done about the current lease from a target."""
         return (
-            payload.peer.rank in self.targets
+            self._is_target(payload.peer)
             and payload.message.kind is not StatusKind.DONE
             and payload.message.lease == self.lease
         )
 
     def is_own_lease(self, payload: CancelAckFrom) -> bool:
-        return payload.message.lease == self.lease and payload.peer.rank in self.targets
+        return payload.message.lease == self.lease and self._is_target(payload.peer)
+
+    def _is_target(self, peer: PeerRef) -> bool:
+        """That very process life: nobody else speaks for it (section 2)."""
+        target = self.targets.get(peer.rank)
+        return target is not None and target.peer.incarnation == peer.incarnation
 
     def is_this_lease(self, lease: LeaseId) -> bool:
         return lease == self.lease

@@ -217,7 +217,10 @@ class PrefillInbox:
         record = self.rooms.records.get(key)
         if record is None:
             tombstone = self.rooms.tombstones.get(key, now)
-            if tombstone is None:
+            if tombstone is None and self._is_oversized(payload.message):
+                why = failure("incompatible", "the handshake lists more blocks than any prompt has")
+                self._status(payload, StatusKind.REJECTED, why)
+            elif tombstone is None:
                 early = self.parked.get(key, now) or ()
                 others = tuple(h for h in early if h.peer.rank != payload.peer.rank)
                 self.parked.put(key, (*others, payload)[-MAX_PARKED_LEGS:], now)
@@ -235,6 +238,16 @@ class PrefillInbox:
                 self.rooms.emit(record, record.sender.failed_locally(problem), now)
             return
         self.rooms.emit(record, record.sender.handshake_received(payload), now)
+
+    def _is_oversized(self, message: Handshake) -> bool:
+        """More block ids than the longest prompt has: parking it would be a stranger's memory
+        on our account (habit 8)."""
+        setup = self.rooms.setup
+        sizes = setup.spec.block_sizes
+        return message.blocks.keys() != sizes.keys() or any(
+            len(message.blocks[key]) > 4 * (setup.max_model_len // size + 1)
+            for key, size in sizes.items()
+        )
 
     def _problem(self, record: PrefillRecord, payload: HandshakeFrom) -> Failure | None:
         """Why this handshake cannot be served, or None (D14, D19, section 2)."""

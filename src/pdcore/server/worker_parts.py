@@ -16,7 +16,7 @@ from pdcore.background import Background
 from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
 from pdcore.control.link import WorkerId, WorkerLink
-from pdcore.control.messages import WorkerHealth, WorkerReady
+from pdcore.control.messages import WorkerReady
 from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.base import ModelRunner
 from pdcore.kv.layout import num_blocks_for, table_width
@@ -79,7 +79,7 @@ class WorkerParts:
             self.registration = self._register(setup)
             worker.problems = self.registration.problems
             self.registration.start(FIRST_REGISTRATION_S)
-        self.link.send(WorkerHealth(config.rank, worker.problems(), {}))
+        self.link.send(worker.health())
         self.link.send(
             WorkerReady(
                 rank=config.rank,

@@ -245,7 +245,7 @@ def test_size_limits_hold_before_anything_is_decoded() -> None:
     # A list that announces four billion elements must not be allocated either.
     bomb = msgspec.msgpack.encode(["h:1", 0, PREFILL, "tcp://h:1", DECODE])
     bomb = b"\x96" + bomb[1:] + b"\xdd\xff\xff\xff\xff"
-    with pytest.raises(CodecError, match="truncated"):
+    with pytest.raises(CodecError, match="length <= 1024"):
         codec.decode_frame(b"PD\x01\x01" + struct.pack("<I", len(bomb)) + bomb)
 
 
@@ -378,3 +378,32 @@ def test_endpoints_survive_and_are_checked() -> None:
         codec.encode_endpoint(big)
     with pytest.raises(CodecError, match="malformed endpoint"):
         codec.decode_endpoint(b"\xc1")
+
+
+def test_a_frame_has_a_bounded_number_of_messages() -> None:
+    """A loop iteration stays short whoever sends: 200,000 heartbeats are refused unread, and
+    our own long lists leave in several frames."""
+    many = [m.Heartbeat(i) for i in range(m.MAX_FRAME_MESSAGES * 2 + 1)]
+    whole = m.Frame("h:1", 0, PREFILL, "tcp://h:1", DECODE, many)
+    with pytest.raises(CodecError, match="length <= 1024"):
+        codec.decode_frame(codec.encode_frame(whole))
+    parts = [codec.decode_frame(data).messages for data in codec.encode_frames(whole)]
+    assert all(len(part) <= m.MAX_FRAME_MESSAGES for part in parts)
+    assert [message for part in parts for message in part] == many
+
+
+@pytest.mark.parametrize("field", ["attn_tp_size", "attn_cp_size", "dp_size"])
+def test_a_route_with_impossible_sizes_is_refused(field: str) -> None:
+    """Decode works through the ranks a route names: a billion of them would be its loop."""
+    route = {
+        "attn_tp_size": 1,
+        "attn_cp_size": 1,
+        "dp_size": 1,
+        "block_sizes": {"full": 16},
+        "kv_cache_dtype": "float32",
+        "max_prefill_tokens": 64,
+        "ranks": {},
+    }
+    assert msgspec.convert(route, m.Route)
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert({**route, field: 1_000_000_000}, m.Route)

@@ -21,6 +21,7 @@ from pdcore.control.zmq import (
     ZmqChannel,
     bracketed,
     configure,
+    is_numeric_address,
     is_tcp_address,
     new_context,
 )
@@ -407,3 +408,20 @@ def test_every_socket_is_bounded() -> None:
     assert sock.getsockopt(zmq.MAXMSGSIZE) == 4 << 20
     sock.close()
     context.term()
+
+
+@pytest.mark.parametrize(
+    ("address", "is_numeric"),
+    [
+        ("tcp://127.0.0.1:80", True),
+        ("tcp://[::1]:80", True),
+        ("tcp://localhost:80", True),
+        ("tcp://no-such-host.example:1", False),
+        ("tcp://127.0.0.1:0", False),
+        ("ipc:///tmp/x", False),
+    ],
+)
+def test_nothing_that_needs_a_resolver_is_connected_to(address: str, is_numeric: bool) -> None:
+    """libzmq resolves on the thread that moves every frame, at each reconnect: one peer with
+    a name that does not resolve stopped the whole channel."""
+    assert is_numeric_address(address) is is_numeric
