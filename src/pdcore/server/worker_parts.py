@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -138,12 +139,24 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
     with contextlib.ExitStack() as opened:
         opened.callback(runner.shutdown)
         opened.callback(transport.close)
-        channel = ZmqChannel(config.bind_host, config.advertise_host, thread_id=threading.get_ident)
+        advertised = numeric_host(config.advertise_host)
+        channel = ZmqChannel(config.bind_host, advertised, thread_id=threading.get_ident)
         opened.callback(channel.close)
         worker = WorkerId(config.rank, incarnation)
         link = WorkerLink(config.link_address, worker, thread_id=threading.get_ident)
         opened.pop_all()  # from here on the parts close themselves
         return WorkerParts(config, runner, transport, channel, link, Background())
+
+
+def numeric_host(host: str) -> str:
+    """The address behind a name, once, here: peers connect to numbers only. Raises
+    ConfigError for a name that does not resolve."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"local_ip {host!r} does not resolve ({error}): name an address of this machine"
+        ) from None
 
 
 def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunner:

@@ -15,6 +15,7 @@ from pdcore.server.worker_parts import (
     effective_limits,
     load,
     num_blocks,
+    numeric_host,
 )
 from pdcore.transports.shm_segment import available_bytes
 
@@ -119,3 +120,11 @@ def test_a_worker_is_registered_with_what_decode_must_compare() -> None:
 def test_a_failed_start_leaves_nothing_open() -> None:
     with pytest.raises(ConfigError, match="link address"):
         build(worker(link_address="tcp://nowhere"), lambda text: None)
+
+
+def test_names_are_resolved_once_at_start() -> None:
+    """Peers connect to numbers only: the channel's thread must never wait for a resolver."""
+    assert numeric_host("127.0.0.1") == "127.0.0.1"
+    assert numeric_host("localhost") in ("127.0.0.1", "::1")
+    with pytest.raises(ConfigError, match=r"local_ip 'a\.\.b' does not resolve"):
+        numeric_host("a..b")
