@@ -20,6 +20,7 @@ from pdcore.control.link import WorkerId, WorkerLink
 from pdcore.control.messages import WorkerReady
 from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.base import ModelRunner
+from pdcore.errors import ConfigError
 from pdcore.kv.layout import num_blocks_for, table_width
 from pdcore.scheduler.route import registration_of
 from pdcore.scheduler.setup import CoreSetup
