@@ -77,6 +77,8 @@ class RouterLimits:
     max_retries: int = 1
     cancel_initial_s: float = 0.05
     cancel_max_s: float = 5.0
+    #: A cancel of what its leg goes on not to know is given up after this.
+    cancel_unknown_s: float = 30.0
     max_cancels: int = 8192
     #: Rooms whose last attempt is remembered, so that a retry names what it replaces.
     max_recent_rooms: int = 4096
@@ -144,7 +146,10 @@ class RouterCore:
         self._deadlines: list[tuple[float, int]] = []
         self._effects: list[RouterEffect] = []
         self._outbox = Outbox(
-            initial_s=limits.cancel_initial_s, max_s=limits.cancel_max_s, cap=limits.max_cancels
+            initial_s=limits.cancel_initial_s,
+            max_s=limits.cancel_max_s,
+            unknown_s=limits.cancel_unknown_s,
+            cap=limits.max_cancels,
         )
 
     # --- in ------------------------------------------------------------------------------

@@ -50,10 +50,10 @@ class ClientLeft(NamedTuple):
 
 
 class CancelAnswered(NamedTuple):
-    """``is_known`` False: the leg never heard of it, or no answer came."""
+    """``is_known`` False: the leg says that it never heard of it; None: no answer came."""
 
     key: CancelKey
-    is_known: bool
+    is_known: bool | None
 
 
 RouterEvent = LegAnswered | LegLost | StreamBegan | StreamEnded | ClientLeft | CancelAnswered

@@ -33,7 +33,7 @@ class SendCancel(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("cancel", "delay_s", "due_s", "until_s")
+    __slots__ = ("cancel", "delay_s", "due_s", "unknown_since_s", "until_s")
 
     def __init__(self, cancel: SendCancel, delay_s: float, until_s: float) -> None:
         self.cancel = cancel
@@ -41,12 +41,20 @@ class _Entry:
         self.until_s = until_s
         #: None while an answer is awaited.
         self.due_s: float | None = None
+        #: When the leg first said that it never heard of it.
+        self.unknown_since_s: float | None = None
 
 
 class Outbox:
-    def __init__(self, *, initial_s: float, max_s: float, cap: int) -> None:
+    """``unknown_s`` after a leg first said that it never heard of a request, and says so
+    still, its cancel is given up: the router dropped that connection when it cancelled, so
+    the request was refused there before it had a name or never arrived (D11). What was on its
+    way meets the tombstone that each cancel renews."""
+
+    def __init__(self, *, initial_s: float, max_s: float, unknown_s: float, cap: int) -> None:
         self._initial_s = initial_s
         self._max_s = max_s
+        self._unknown_s = unknown_s
         self._cap = cap
         self._entries: OrderedDict[CancelKey, _Entry] = OrderedDict()
         #: (due, running number, key) of every entry that is not awaiting an answer, and of
@@ -66,14 +74,21 @@ class Outbox:
             self.num_given_up += 1
         return cancel
 
-    def answer(self, key: CancelKey, *, is_known: bool, now_s: float) -> None:
-        """The leg answered; ``is_known`` False also stands for "no answer came"."""
+    def answer(self, key: CancelKey, *, is_known: bool | None, now_s: float) -> None:
+        """The leg answered; ``is_known`` None: no answer came, it is asked again."""
         entry = self._entries.get(key)
         if entry is None:
             return
         if is_known:
             del self._entries[key]
             return
+        if is_known is False:
+            if entry.unknown_since_s is None:
+                entry.unknown_since_s = now_s
+            if now_s - entry.unknown_since_s >= self._unknown_s:
+                del self._entries[key]
+                self.num_given_up += 1
+                return
         entry.due_s = now_s + entry.delay_s
         entry.delay_s = min(entry.delay_s * 2, self._max_s)
         heapq.heappush(self._queue, (entry.due_s, next(self._count), key))

@@ -253,7 +253,7 @@ class Shell:
             }
         )
         origin = Origin(cancel.target.host, cancel.target.port)
-        is_known = False
+        is_known: bool | None = None
         try:
             response = await self._client.request(
                 "POST", origin, _CANCEL_PATH, body, timeout=_CANCEL_TIMEOUT
@@ -270,7 +270,7 @@ class Shell:
         if task.cancelled() or (error := task.exception()) is None:
             return
         _log.error("a cancel to %s failed", cancel.target.netloc, exc_info=error)
-        self.event(CancelAnswered(cancel.key, False))
+        self.event(CancelAnswered(cancel.key, None))
 
     def _arm(self) -> None:
         due_s = self.core.poll_deadline()

@@ -345,6 +345,32 @@ def test_a_cancel_is_resent_until_the_leg_knows_of_it() -> None:
     assert router.core.snapshot()["cancels"] == 0
 
 
+@pytest.mark.parametrize("unknown_s", [30.0, 1e9])
+def test_requests_that_both_legs_refuse_leave_no_cancels(unknown_s: float) -> None:
+    """D11: each left one cancel that was resent until the request's deadline; the mutant is
+    a router that never gives up."""
+
+    def check() -> None:
+        router = Router(request_timeout_s=1800.0, cancel_unknown_s=unknown_s)
+        for _ in range(20):
+            ticket, dispatch = router.submit()
+            router.event(LegAnswered(ticket, dispatch.attempt, D, 413))
+            router.event(LegAnswered(ticket, dispatch.attempt, P, 413))
+        assert router.core.snapshot()["cancels"] == 20
+        while router.now_s < 60.0 and (cancels := router.of(SendCancel)):
+            router.effects.clear()
+            for cancel in cancels:
+                router.event(CancelAnswered(cancel.key, False))
+            router.at(router.core.poll_deadline() or router.now_s)
+        assert router.core.snapshot()["cancels"] == 0, "cancels of what nobody knows are kept"
+
+    if unknown_s == 30.0:
+        check()
+    else:
+        with pytest.raises(AssertionError, match="are kept"):
+            check()
+
+
 # --- rooms ------------------------------------------------------------------------------------
 
 
@@ -482,8 +508,8 @@ class AnyOrder(RuleBasedStateMachine):
         )
         self.attempts = [e.attempt for e in self.router.of(Dispatch)] or [1]
 
-    @rule(data=st.data(), known=st.booleans())
-    def cancel_answered(self, data: st.DataObject, known: bool) -> None:
+    @rule(data=st.data(), known=st.sampled_from([True, False, None]))
+    def cancel_answered(self, data: st.DataObject, known: bool | None) -> None:
         sent = self.router.of(SendCancel)
         if sent:
             self.router.event(CancelAnswered(data.draw(st.sampled_from(sent)).key, known))

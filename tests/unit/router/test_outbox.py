@@ -21,7 +21,7 @@ def cancel(attempt: int = 7, *, unless_received: bool = False) -> SendCancel:
 
 
 def outbox(cap: int = 10) -> Outbox:
-    return Outbox(initial_s=0.05, max_s=0.2, cap=cap)
+    return Outbox(initial_s=0.05, max_s=0.2, unknown_s=30.0, cap=cap)
 
 
 def test_never_heard_of_it_is_no_answer() -> None:
@@ -52,6 +52,24 @@ def test_after_the_legs_own_deadline_it_is_given_up() -> None:
     box.answer(one.key, is_known=False, now_s=0.99)
     assert box.due(1.1) == []
     assert (len(box), box.num_given_up) == (0, 1)
+
+
+def test_what_a_leg_goes_on_not_to_know_is_given_up_and_silence_is_not() -> None:
+    """A request that the leg refused is never known there; a leg that does not answer may
+    know it."""
+    for is_known, left in ((False, 0), (None, 1)):
+        box = outbox()
+        one = cancel()
+        box.add(one, until_s=1800.0)
+        num_asked, now_s = 1, 0.0
+        box.answer(one.key, is_known=is_known, now_s=now_s)
+        while (due_s := box.next_due_s()) is not None and due_s < 40.0:
+            now_s = due_s
+            num_asked += len(box.due(now_s))
+            box.answer(one.key, is_known=is_known, now_s=now_s)
+        assert (len(box), box.num_given_up) == (left, 1 - left)
+        assert left or 30.0 <= now_s < 30.3, "it is asked for at least 30 s"
+        assert num_asked > 100
 
 
 def test_a_stronger_cancel_replaces_a_weaker_one_and_not_the_reverse() -> None:
@@ -92,7 +110,7 @@ def test_the_next_due_time_does_not_look_at_every_cancel() -> None:
             return min(dues, default=None)
 
     def check(kind: type[Outbox]) -> None:
-        box = kind(initial_s=0.05, max_s=0.2, cap=2000)
+        box = kind(initial_s=0.05, max_s=0.2, unknown_s=30.0, cap=2000)
         box._entries = entries = Counted()
         for attempt in range(1, 1001):
             box.add(cancel(attempt), 9.0)
