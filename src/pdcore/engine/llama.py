@@ -31,7 +31,7 @@ from pdcore.engine.paging import (
     side_by_side,
 )
 from pdcore.engine.safetensors import SafetensorsFile
-from pdcore.engine.sampling import draw, log_probability
+from pdcore.engine.sampling import draw, log_probability, require_finite
 from pdcore.engine.weights import LlamaConfig, fused_layout, rope_frequencies
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVPlacement
@@ -390,11 +390,10 @@ class LlamaRunner:
             if params.temperature > 0.0 or np.isnan(rows[row, token]):
                 position = batch.num_computed_tokens[i] + batch.query_lens[i]
                 token = draw(rows[row], params, self._seed(params, batch.seq_ids[i]), position)
+            require_finite(float(rows[row, token]))
             tokens[i] = token
             if params.logprobs:
                 logprobs[i] = (log_probability(rows[row], token),)
 
     def _seed(self, params: SamplingParams, seq_id: int) -> int:
-        if params.seed is not None:
-            return params.seed
-        return hash((self._entropy, seq_id))
+        return hash((self._entropy, seq_id)) if params.seed is None else params.seed

@@ -7,11 +7,13 @@ each other's draws (D18).
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcore.errors import EngineError
 from pdcore.types import SamplingParams
 
 Float32Array = NDArray[np.float32]
@@ -43,6 +45,20 @@ def log_probability(logits: Float32Array, token: int) -> float:
         peak = wide.max()
         value = float(wide[token] - peak - np.log(np.exp(wide - peak).sum()))
     return value if np.isfinite(value) else LOWEST_LOGPROB
+
+
+def require_finite(logit: float) -> None:
+    """The logit of the chosen token, after :func:`draw` had its way around a NaN.
+
+    Where it is no finite number no token is right: the first of the vocabulary would often
+    end the sequence, and the answer be empty without an error. Raises EngineError.
+    """
+    if not math.isfinite(logit):
+        raise EngineError(
+            f"the model produced no finite logits (the best is {logit}): its weights are "
+            "damaged. Delete the converted weights (the folder 'weights' in the cache folder) "
+            "and start again; if that does not help, check the model file."
+        )
 
 
 def draw(logits: Float32Array, params: SamplingParams, seed: int, position: int) -> int:

@@ -196,6 +196,30 @@ def test_a_seed_of_its_own_for_requests_without_one() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(logprobs=True),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, seed=1, top_k=5, top_p=0.5),
+    ],
+    ids=["greedy", "logprobs", "sampled", "top_k"],
+)
+def test_a_step_without_finite_logits_fails(params: SamplingParams, broken: float) -> None:
+    """A damaged weight: token 0 would end the sequence, the answer be empty, with no error."""
+    weights = weights_from_arrays(WEIGHTS, "float32")
+    rig = Rig(LlamaRunner(TINY, weights, fingerprint="tiny"), 16, random.Random(0))
+    (seq,) = rig.sequences([[3, 141, 59, 26]], 8)
+    rig.step(Phase.PREFILL, [(seq, 0, 4)], params)
+    weights["2.down"][5, 7] = broken
+    n = len(seq.token_ids)
+    for phase, start in ((Phase.DECODE, n - 1), (Phase.PREFILL, 0)):
+        with pytest.raises(EngineError, match=r"no finite logits .*Delete the converted weights"):
+            rig.step(phase, [(seq, start, n)], params)
+
+
 def test_the_runner_says_what_it_is() -> None:
     runner = tiny_runner("bfloat16")
     assert runner.kv_cache_spec.entries[3].name == "layers.1.v"

@@ -9,7 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pdcore.engine.sampling import LOWEST_LOGPROB, draw, log_probability, mix64, uniform
+from pdcore.engine.sampling import (
+    LOWEST_LOGPROB,
+    draw,
+    log_probability,
+    mix64,
+    require_finite,
+    uniform,
+)
+from pdcore.errors import EngineError
 from pdcore.types import SamplingParams
 
 Draw = Callable[[np.ndarray, SamplingParams, int, int], int]
@@ -122,6 +130,13 @@ def test_a_nan_is_never_drawn_while_there_is_a_number(temperature: float, top_k:
     assert np.isnan(logits[0]), "the engine's array is not changed"
     logits[1] = np.inf
     assert draw(logits, params, 3, 0) == 1
+
+
+def test_the_chosen_logit_must_be_a_number() -> None:
+    require_finite(-3.0e38)
+    for broken in (np.nan, np.inf, -np.inf):
+        with pytest.raises(EngineError, match=r"no finite logits .* check the model file"):
+            require_finite(broken)
 
 
 def test_logprobs_are_of_the_model_and_finite() -> None:

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 import numpy as np
 import pytest
 
+from pdcore.engine import weight_cache
 from pdcore.engine.gguf import GGUFFile
 from pdcore.engine.safetensors import widen_bf16
 from pdcore.engine.weight_cache import cached_weights, file_sha256
@@ -56,7 +59,11 @@ def test_what_is_built_is_the_weights(tmp_path: Path, dtype: str) -> None:
             assert np.array_equal(widen_bf16(bits), found)
     cached_weights(source.open, TINY, IDENTITY, dtype, tmp_path)
     assert source.opened == 1
-    assert [p.suffix for p in sorted(tmp_path.iterdir())] == [".lock", ".safetensors"]
+    assert [p.suffix for p in sorted(tmp_path.iterdir())] == [
+        ".lock",
+        ".safetensors",
+        ".verified",
+    ]
 
 
 def test_key_is_identity_and_dtype(tmp_path: Path) -> None:
@@ -84,6 +91,72 @@ def test_a_damaged_file_is_rebuilt(tmp_path: Path, damage: str) -> None:
     cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path)
     assert source.opened == 2
     assert path.read_bytes() == whole
+
+
+def overwrite(path: Path, start: int, data: bytes) -> None:
+    """Same size and inode, another mtime (set, since a kernel tick may hide two writes)."""
+    seen = path.stat()
+    with path.open("rb+") as file:
+        file.seek(start)
+        file.write(data)
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1_000_000))
+    assert path.stat().st_size == seen.st_size
+
+
+@pytest.mark.parametrize("where", [0.02, 0.5, 1.0])
+def test_a_damaged_payload_is_rebuilt(tmp_path: Path, where: float) -> None:
+    """4096 bytes overwritten: the same size and header, but empty answers if it were used."""
+    source = Source()
+    path = cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path).path
+    whole = path.read_bytes()
+    overwrite(path, int((len(whole) - 4096) * where), b"\xff" * 4096)
+    file = cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path)
+    assert source.opened == 2
+    assert path.read_bytes() == whole
+    assert np.array_equal(file.tensor("2.gate_up"), WEIGHTS["2.gate_up"])
+
+
+def test_a_checksum_that_is_damaged_itself(tmp_path: Path) -> None:
+    source = Source()
+    path = cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path).path
+    whole = path.read_bytes()
+    at = whole.index(b'"crc32":"') + len(b'"crc32":"')
+    for digits in (b"0123abcd", b"no crc32"):
+        overwrite(path, at, digits)
+        cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path)
+        assert path.read_bytes() == whole
+    assert source.opened == 3
+
+
+def test_a_file_is_verified_once_per_boot_and_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A normal start reads no payload."""
+    source = Source()
+    path = cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path).path
+    checked = []
+
+    def counted(data: memoryview, value: int = 0) -> int:
+        checked.append(len(data))
+        return crc32(data, value)
+
+    monkeypatch.setattr(zlib, "crc32", counted)
+
+    def start() -> int:
+        checked.clear()
+        cached_weights(source.open, TINY, IDENTITY, "float32", tmp_path)
+        return sum(checked)
+
+    assert start() == 0
+    overwrite(path, 0, b"")
+    payload = start()
+    assert 0 < path.stat().st_size - payload < 8192
+    assert start() == 0
+    monkeypatch.setattr(weight_cache, "_boot_id", lambda: "another boot")
+    assert (start(), start()) == (payload, 0)
+    path.with_suffix(".verified").write_bytes(b"{")
+    assert (start(), start()) == (payload, 0)
+    assert source.opened == 1
 
 
 def test_a_crash_while_building_leaves_nothing_in_the_way(tmp_path: Path) -> None:
