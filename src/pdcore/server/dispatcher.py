@@ -67,7 +67,8 @@ class DispatcherLimits:
 
 
 class Dispatcher:
-    """One per instance leader. ``counters`` name what was dropped or refused, and why."""
+    """One per instance leader. ``counters`` name what was dropped or refused, and why.
+    ``history`` knows what is over here, also what was refused before it was submitted."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Dispatcher:
             initial_s=self.limits.resend_initial_s,
             max_s=self.limits.resend_max_s,
         )
-        self._history = History(self.limits.history_cap, self.limits.history_ttl_s)
+        self.history = History(self.limits.history_cap, self.limits.history_ttl_s)
 
     @property
     def num_pending(self) -> int:
@@ -157,9 +158,9 @@ class Dispatcher:
         pending = self._pending.get(key)
         if pending is None:
             now_s = self._clock.monotonic()
-            here = self._history.get(key, now_s)
+            here = self.history.get(key, now_s)
             if here is None:
-                self._history.add(key, now_s, was_here=False)
+                self.history.add(key, now_s, was_here=False)
             return CancelOutcome(known=bool(here), applied=False)
         self._aborts.send(key, pending.to_rank, reason, unless_received=unless_received)
         return CancelOutcome(known=True, applied=await self._aborts.answer(key))
@@ -221,7 +222,7 @@ class Dispatcher:
                 f"bootstrap_room {room} is in use: wait for its result, choose another room, "
                 "or name the attempt it replaces"
             )
-        here = self._history.get(request.key, self._clock.monotonic())
+        here = self.history.get(request.key, self._clock.monotonic())
         if here:
             raise RoomInUse(f"attempt {attempt} of bootstrap_room {room} was dispatched before")
         if here is False:
@@ -271,7 +272,7 @@ class Dispatcher:
             del self._rooms[key.room]
         if pending.timer is not None:
             pending.timer.cancel()
-        self._history.add(key, self._clock.monotonic(), was_here=True)
+        self.history.add(key, self._clock.monotonic(), was_here=True)
         self.counters[f"finished_{ended.failure.code if ended.failure else ended.reason}"] += 1
         pending.end(ended)
 

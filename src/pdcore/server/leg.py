@@ -41,6 +41,7 @@ from pdcore.server.openai import (
     PdFields,
     SamplingDefaults,
     parse_request,
+    read_key,
     with_max_tokens,
 )
 from pdcore.server.pending import Ended, NewTokens, Pending, Refused
@@ -250,11 +251,17 @@ class LegEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
         body = await read_body(scope, receive, self._options.max_body_bytes)
-        parsed = parse_request(self._endpoint, body, self._options.sampling)
-        request = await self._preparer.prepare(parsed)
         is_prefill = self._options.role is Role.PREFILL
-        dp_rank = request.prefill_dp_rank if is_prefill else None
-        pending = self._dispatcher.submit(request, dp_rank)
+        try:
+            parsed = parse_request(self._endpoint, body, self._options.sampling)
+            request = await self._preparer.prepare(parsed)
+            dp_rank = request.prefill_dp_rank if is_prefill else None
+            pending = self._dispatcher.submit(request, dp_rank)
+        except PdcoreError:
+            key = read_key(body)
+            if key is not None:  # over here: a cancel of it is known and not asked again
+                self._dispatcher.history.add(key, self._clock.monotonic(), was_here=True)
+            raise
         send = bounded_send(send, request.remaining_s)
         if is_prefill:
             return await self._admit(pending, send)

@@ -22,7 +22,7 @@ import msgspec
 
 from pdcore.errors import InvalidRequest
 from pdcore.server.fields import check_names
-from pdcore.types import MAX_ID, SamplingParams
+from pdcore.types import MAX_ID, RoomKey, SamplingParams
 
 COMPLETIONS_MAX_TOKENS: Final = 16
 MAX_STOPS: Final = 16
@@ -167,6 +167,20 @@ def explain(error: Exception) -> InvalidRequest:
         return InvalidRequest(f"{path}.{missing[1]}".lstrip("."), "is required")
     what = (found["what"] if found else text).replace("`", "")
     return InvalidRequest(path or "body", what[:1].lower() + what[1:])
+
+
+class _Key(msgspec.Struct):
+    bootstrap_room: Id63
+    attempt: Id63
+
+
+def read_key(body: bytes) -> RoomKey | None:
+    """The dispatch that a body names, whatever else is wrong with it; None if it names none."""
+    try:
+        key = msgspec.json.decode(body, type=_Key)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return RoomKey(key.bootstrap_room, key.attempt)
 
 
 def parse_request(

@@ -76,6 +76,43 @@ def test_each_missing_field_is_named(role: Role, missing: str) -> None:
     run(play())
 
 
+# --- a refusal is an end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize(
+    ("status", "fields"),
+    [
+        (400, {"temperature": "hot"}),
+        (400, {"messages": []}),
+        (404, {"model": "another"}),
+        (413, {"prompt": [1] * 97}),
+        (504, {"remaining_s": 0.0}),
+    ],
+)
+def test_what_was_refused_is_known_to_a_cancel(
+    role: Role, status: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11, Q5 RES: the router asks until the leg knows of the dispatch, and for one that was
+    refused before it had a worker that was for ever."""
+
+    async def check() -> None:
+        world = World()
+        app = app_of(world, role)
+        for attempt in range(1, 21):
+            body = {**HI, "attempt": attempt, **fields}
+            assert (await call(app, "POST", "/generate", body)).status == status
+        for attempt in range(1, 21):
+            reply = await call(app, "POST", "/cancel", {"room": 5, "attempt": attempt})
+            assert reply.json() == {"known": True, "applied": False}, "it is asked again"
+        assert world.link.of(Submit) == []
+
+    run(check())
+    monkeypatch.setattr(leg_module, "read_key", lambda body: None)
+    with pytest.raises(AssertionError, match="asked again"):
+        run(check())
+
+
 # --- prefill: 202 at admission --------------------------------------------------------------
 
 
@@ -461,7 +498,8 @@ def test_allowed_bootstraps_are_exactly_those_configured() -> None:
         allowed = frozenset({"10.0.0.1:18800"})
         app = app_of(world, allowed_bootstraps=allowed)
         assert (await call(app, "POST", "/generate", HI)).status == 400
-        one = Call(app, "POST", "/generate", {**HI, "bootstrap_host": "10.0.0.1"})
+        again = {**HI, "attempt": 8, "bootstrap_host": "10.0.0.1"}
+        one = Call(app, "POST", "/generate", again)
         await settle()
         (submit,) = world.link.of(Submit)
         assert submit.bootstrap == "10.0.0.1:18800"

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from pdcore.errors import InvalidRequest
-from pdcore.server.openai import Endpoint, ParsedRequest, SamplingDefaults, parse_request
+from pdcore.server.openai import (
+    Endpoint,
+    ParsedRequest,
+    SamplingDefaults,
+    parse_request,
+    read_key,
+)
 from pdcore.types import MAX_ID, SamplingParams
 
 CHAT = Endpoint.CHAT
@@ -289,3 +295,13 @@ def test_no_request_asks_for_more_than_max_new_tokens() -> None:
             sampled(Endpoint.GENERATE, **{field: 9})
     with pytest.raises(InvalidRequest, match="min_tokens: is 9"):
         sampled(Endpoint.CHAT, min_tokens=9)
+
+
+def test_the_dispatch_is_read_from_a_body_whatever_else_is_wrong_with_it() -> None:
+    assert read_key(b'{"x": [1], "attempt": 7, "temperature": "hot", "bootstrap_room": 5}') == (
+        5,
+        7,
+    )
+    deep = b'{"bootstrap_room": 5, "attempt": 7, "x": ' + b"[" * 100_000
+    for body in (b"", b"[]", b'{"attempt": 7}', b'{"bootstrap_room": "5", "attempt": 7}', deep):
+        assert read_key(body) is None
