@@ -14,9 +14,14 @@ import socket
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
+import attrs
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from pdcore.errors import ConfigError, PdcoreError
@@ -65,13 +70,31 @@ def port_of(listener: socket.socket) -> int:
     return port
 
 
+@attrs.frozen
+class HeadLimits:
+    """What a client may cost before its request is known (habit 8)."""
+
+    #: Request line and headers; more is answered 431 and closed.
+    max_bytes: int = 64 * 1024
+    #: From the connection, or the first byte of a later request, to the end of its headers;
+    #: then 408 and closed. Between requests the keep-alive time rules.
+    timeout_s: float = 30.0
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's, with what :class:`_Protocol` needs besides."""
+
+    head_limits: HeadLimits = HeadLimits()
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, which closes the connection of an unfinished answer and then waits for ever
-    until a client that does not read has taken what is buffered."""
+    until a client that does not read has taken what is buffered; and which buffers headers
+    without end, for as long as the client likes."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        config: _Config,
         server_state: ServerState,
         app_state: dict[str, object],
         _loop: asyncio.AbstractEventLoop | None = None,
@@ -79,6 +102,77 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._inner = self.app
         self.app = self._serve
+        self._limits = config.head_limits
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._arm()
+
+    # --- the head of a request: most arrive in one piece, and cost two comparisons ----------
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Never feeds the parser more than what is left of the head's bytes at once."""
+        while self._is_in_head:
+            left = self._limits.max_bytes - self._head_bytes
+            if len(data) <= left:
+                self._head_bytes += len(data)
+                break
+            if left == 0:
+                self._refuse(431, b"the request's headers are too large")
+                return
+            self._head_bytes += left
+            super().data_received(data[:left])
+            if self.transport.is_closing():
+                return
+            data = data[left:]
+        super().data_received(data)
+        is_partial = self._is_in_head and self._head_bytes and self._head_timer is None
+        if is_partial and not self.transport.is_closing():
+            self._arm()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        if self._head_timer is not None:
+            self._disarm()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head = True
+        self._head_bytes = 0
+
+    def _arm(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.timeout_s, self._on_head_late)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_late(self) -> None:
+        self._head_timer = None
+        if _is_running(self.cycle):
+            self._arm()  # the next request waits for this answer, not for its client
+        elif self._head_bytes:
+            self._refuse(408, b"the request's headers did not arrive in time")
+        else:
+            self.transport.close()  # nothing was asked
+
+    def _refuse(self, status: int, why: bytes) -> None:
+        """Answer and close; in the middle of another answer only close."""
+        self._disarm()
+        if not _is_running(self.cycle):
+            head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+            length = b"content-length: %d\r\n\r\n" % len(why)
+            self.transport.write(STATUS_LINE[status] + head + length + why)
+        self.transport.close()
+        self._watch()
+
+    # --- the end of an answer ---------------------------------------------------------------
 
     async def _serve(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -97,6 +191,11 @@ class _Protocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._watch()
+
+
+def _is_running(cycle: RequestResponseCycle | None) -> bool:
+    """Whether a connection's last request is being answered; None: it had none yet."""
+    return cycle is not None and not cycle.response_complete
 
 
 class _Server(uvicorn.Server):
@@ -119,22 +218,24 @@ class AppServer:
     """One app on one listening socket. ``start``, then ``stop`` once; both may be awaited
     from one task only."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, head_limits: HeadLimits | None = None
+    ) -> None:
         self.port = port_of(listener)
         self._listener = listener
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=_Protocol,
-                ws="none",
-                lifespan="on",
-                log_config=None,  # the library configures no logging
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
+        config = _Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,  # the library configures no logging
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
+        config.head_limits = head_limits or HeadLimits()
+        self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

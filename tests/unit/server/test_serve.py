@@ -14,11 +14,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdcore.errors import ConfigError
 from pdcore.server import serve as serve_module
 from pdcore.server.client import HttpClient, HttpError, Origin
-from pdcore.server.serve import AppServer, StartFailed, _Protocol, bind, port_of, serve
+from pdcore.server.serve import AppServer, HeadLimits, StartFailed, _Protocol, bind, port_of, serve
 from tests.unit.server.kit import run
 
 
@@ -181,3 +182,139 @@ def test_a_connection_whose_client_reads_nothing_is_cut(monkeypatch: pytest.Monk
     monkeypatch.setattr(_Protocol, "_watch", lambda self: None)
     with pytest.raises(AssertionError, match="kept for ever"):
         run(check())
+
+
+# --- the head of a request --------------------------------------------------------------------
+
+
+async def says(
+    limits: HeadLimits, *pieces: bytes, endless: bytes = b"", patience_s: float = 5.0
+) -> bytes:
+    """Everything that a server with these limits answers until it closes the connection."""
+    log: list[str] = []
+    server = AppServer(app_of("hello", log), bind("127.0.0.1", 0), limits)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    num_sent = 0
+    try:
+        async with asyncio.timeout(patience_s):
+            with contextlib.suppress(ConnectionError):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                while endless and not reader.at_eof() and num_sent < 1 << 20:
+                    writer.write(endless)
+                    await writer.drain()
+                    num_sent += len(endless)
+                    await asyncio.sleep(0)
+            return await reader.read()
+    except ConnectionResetError:
+        return b"reset"
+    except TimeoutError:
+        raise AssertionError("the connection is kept") from None
+    finally:
+        writer.close()
+        await server.stop()
+
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
+SMALL = HeadLimits(max_bytes=1000, timeout_s=60.0)
+QUICK = HeadLimits(timeout_s=0.02)
+
+
+def unbounded(patch: pytest.MonkeyPatch) -> None:
+    """Mutant: uvicorn's own rule."""
+    patch.setattr(_Protocol, "data_received", HttpToolsProtocol.data_received)
+    patch.setattr(_Protocol, "_arm", lambda self: None)
+
+
+@pytest.mark.parametrize("size", [1001, 200_000])
+@pytest.mark.parametrize("is_one_value", [True, False])
+def test_headers_that_are_too_large_are_a_431(
+    size: int, is_one_value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unfinished headers were buffered without end."""
+    filler = b"a: " + b"x" * size if is_one_value else b"a: b\r\n" * (size // 6 + 1)
+
+    async def check(patience_s: float = 5.0) -> None:
+        answer = await says(SMALL, REQUEST + filler, patience_s=patience_s)
+        assert answer.startswith(b"HTTP/1.1 431 ") or answer == b"reset"
+
+    run(check())
+    unbounded(monkeypatch)
+    with pytest.raises(AssertionError, match="is kept"):
+        run(check(0.1))
+
+
+def test_a_head_without_end_is_cut() -> None:
+    async def play() -> None:
+        for endless in (b"a: b\r\n", b"\r\n"):
+            start = REQUEST if endless[0] == 97 else b""
+            answer = await says(SMALL, start, endless=endless)
+            assert answer == b"reset" or answer.startswith(b"HTTP/1.1 431 ")
+
+    run(play())
+
+
+def test_the_limit_is_exact_and_holds_for_every_request_of_a_connection() -> None:
+    """A body, and requests behind one another, are no headers."""
+    end = b"connection: close\r\n\r\n"
+    full = REQUEST + b"a: " + b"x" * (1000 - len(REQUEST + end) - 5) + b"\r\n"
+    post = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n" + b"x" * 5000
+
+    async def play() -> None:
+        assert len(full + end) == 1000
+        assert (await says(SMALL, full + end)).startswith(b"HTTP/1.1 200 ")
+        over = full.replace(b"a: ", b"ab: ")
+        assert (await says(SMALL, over + end)).startswith(b"HTTP/1.1 431 ")
+        answer = await says(SMALL, post + full + b"\r\n" + full + end)
+        assert answer.count(b"HTTP/1.1 405 ") == 1
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+
+    run(play())
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", REQUEST, b"\r\n"])
+def test_headers_that_do_not_arrive_in_time_are_a_408(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client could hold a connection for ever; one that has asked nothing is only closed."""
+
+    async def check(patience_s: float = 5.0) -> None:
+        answer = await says(QUICK, sent, patience_s=patience_s)
+        assert answer.count(b"HTTP/1.1 408 ") == bool(sent)
+
+    run(check())
+    unbounded(monkeypatch)
+    with pytest.raises(AssertionError, match="is kept"):
+        run(check(0.1))
+
+
+def test_an_answer_may_take_longer_than_a_head() -> None:
+    """Neither the request that is answered nor the one behind it is late meanwhile."""
+
+    async def play() -> None:
+        log: list[str] = []
+        app = app_of("slow", log)
+        server = AppServer(app, bind("127.0.0.1", 0), HeadLimits(timeout_s=0.001))
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(REQUEST.replace(b"/ ", b"/slow ") + b"\r\n")
+        while "slow:running" not in log:
+            await asyncio.sleep(0)
+        writer.write(b"GET /")
+        (protocol,) = server._server.server_state.connections
+        assert isinstance(protocol, _Protocol)
+        due: set[asyncio.TimerHandle] = set()
+        while len(due) < 3:  # its timer came up more than once
+            await asyncio.sleep(0)
+            if protocol._head_timer is not None:
+                due.add(protocol._head_timer)
+        app.state.gate.set()
+        async with asyncio.timeout(2.0):
+            answer = await reader.read()
+        assert answer.index(b"HTTP/1.1 200 ") < answer.index(b"HTTP/1.1 408 ")
+        writer.close()
+        await server.stop()
+
+    run(play())
