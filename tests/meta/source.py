@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +35,23 @@ class Module:
         return parts[1] if len(parts) > 2 or (len(parts) == 2 and self.is_package) else ""
 
 
+def parse_quietly(text: str) -> ast.Module:
+    """``ast.parse`` without a garbage collection in it: CPython 3.11 counts the recursion of
+    the conversion in one place for the whole process, and whatever Python code a collection
+    runs in the middle makes it raise SystemError."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse(text: str, name: str, path: Path | None = None) -> Module:
-    return Module(name, path or Path(*name.split(".")).with_suffix(".py"), text, ast.parse(text))
+    return Module(
+        name, path or Path(*name.split(".")).with_suffix(".py"), text, parse_quietly(text)
+    )
 
 
 @functools.cache

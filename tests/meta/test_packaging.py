@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.meta.source import PACKAGE, ROOT
+from tests.meta.source import PACKAGE, ROOT, parse_quietly
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 #: Only where its hardware is; never installed by a session of noxfile.py.
@@ -48,7 +48,7 @@ def test_every_dependency_has_a_lower_bound() -> None:
 
 
 def test_every_install_of_a_session_is_held_to_the_pins() -> None:
-    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    tree = parse_quietly((ROOT / "noxfile.py").read_text(encoding="utf-8"))
     calls = [
         ast.unparse(node)
         for node in ast.walk(tree)

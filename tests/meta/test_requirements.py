@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.meta.source import ROOT
+from tests.meta.source import ROOT, parse_quietly
 
 TESTS = ROOT / "tests"
 PAGE = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def numbers(cell: str) -> tuple[str, ...]:
 
 def named(text: str) -> frozenset[str]:
     """Numbers in the names and docstrings of the tests in a module, and in its own."""
-    tree = ast.parse(text)
+    tree = parse_quietly(text)
     found = set(CITED.findall(ast.get_docstring(tree) or ""))
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

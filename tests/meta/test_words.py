@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.meta.source import ROOT, Module, committed_text, modules, parse
+from tests.meta.source import ROOT, Module, committed_text, modules, parse, parse_quietly
 
 #: Names that say nothing about what a thing is (docs/architecture.md, section 6).
 BANNED = {"manager", "managers", "helper", "helpers", "util", "utils", "mixin", "mixins"}
@@ -154,7 +154,7 @@ def test_no_test_sleeps() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for line in sleeps(ast.parse(path.read_text(encoding="utf-8")))
+        for line in sleeps(parse_quietly(path.read_text(encoding="utf-8")))
     ]
     assert not found, f"sleeps in tests: {found}"
 
@@ -170,7 +170,7 @@ def test_no_test_sleeps() -> None:
     ],
 )
 def test_a_sleep_is_found(text: str, expected: list[int]) -> None:
-    assert sleeps(ast.parse(text)) == expected
+    assert sleeps(parse_quietly(text)) == expected
 
 
 def test_the_patterns_have_teeth() -> None:
