@@ -220,7 +220,7 @@ def _ports() -> Iterator[Finding]:
                 sock.bind((LOOPBACK, number))
                 yield Finding("port", name, OK, f"{number} is free")
             except OSError:
-                remedy = "name another port for `pdcore serve`; demo and up choose free ones"
+                remedy = "name another port, or 0 for a free one (`pdcore demo` takes free ones)"
                 yield Finding("port", name, NOTE, f"{number} is in use", remedy)
 
 
