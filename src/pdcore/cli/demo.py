@@ -95,7 +95,7 @@ def demo(
             return await told
         status = asking.result()
         if status == 0 and keep and not place.env.demo_exit:
-            _invite(console, cluster.url)
+            _invite(console, cluster.url, config.model)
             return await told
         told.cancel()
         return status
@@ -192,11 +192,15 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
-def _invite(console: Console, url: str) -> None:
+def _invite(console: Console, url: str, model: ModelConfig) -> None:
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hi"}]'
+    if model.is_simulated:
+        # It has no text: neither a chat template nor words.
+        path, asked = "completions", '"prompt": [5, 6, 7]'
     console.print(
         f"\nstill up: {url}  (Ctrl-C drains)\n"
-        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        '    -d \'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}\'',
+        f"  curl -N {url}/v1/{path} -H 'content-type: application/json' \\\n"
+        f"    -d '{{{asked}, \"stream\": true}}'",
         markup=False,
         highlight=False,
         soft_wrap=True,
