@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -23,7 +24,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_configure() -> None:
-    """Let child processes of tests import the same source tree that the tests import."""
+    """Let child processes of tests import the same source tree that the tests import, and be
+    interrupted: a shell starts background jobs with SIGINT ignored, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     source = str(ROOT / "src")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if source not in paths:
