@@ -136,7 +136,7 @@ class Worker:
     # --- the loop -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until :meth:`stop` or a Stop message, then drain."""
+        """Until :meth:`stop`, which ends it at once, or a Stop message, which drains first."""
         while not self._is_stopped:
             self.step(None)
 

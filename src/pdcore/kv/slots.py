@@ -1,10 +1,12 @@
 """Metadata slots of a decode rank (R81): where one request's metadata record arrives.
 
-A slot is taken at admission and named in the handshake together with its generation.
-The generation grows whenever the slot changes hands, so a late write for a former
-owner is ignored and counted and never fails the new, innocent one (D13). Whether a
-slot has been written is an explicit mark, never "all zero means absent" (D12): a record
-of room 0, token 0 and one prompt token is as valid as any.
+A slot is taken at admission and bounds how many transfers are on their way. Completion is
+STATUS Done (decision 2), so nobody writes a slot on today's transports; its contents are
+for a vendor path that needs one, which names the slot and its generation. The generation
+grows whenever the slot changes hands, so a late write for a former owner is ignored and
+counted and never fails the new, innocent one (D13). Whether a slot has been written is an
+explicit mark, never "all zero means absent" (D12): a record of room 0, token 0 and one
+prompt token is as valid as any.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A request passes through three queues, each a view of the rooms by what they wait for:
   bootstrap queue   sender in Bootstrapping: waiting for the handshakes of decode;
   waiting queue     sender bound to destinations, tokens left to compute (FIFO, R87);
-  in-flight queue   all computed: waiting for grants, writes or quiescence. KV blocks go
+  in-flight queue   sender Transferring: writes posted, more chunks may be computed. KV blocks go
                     back only when the sender is terminal on all ranks of the group (D4).
 
 Drive it: ``submit``/``abort``/``handle_event``/``handle_timeout`` in, ``schedule`` for the
