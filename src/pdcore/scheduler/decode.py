@@ -14,11 +14,11 @@ Drive it like :class:`pdcore.scheduler.prefill.PrefillCore`. Not thread-safe.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import attrs
 
 from pdcore.errors import failure
+from pdcore.fsm.commit import commit_receiver
 from pdcore.fsm.effects import Effect, ReportAccepted
 from pdcore.fsm.events import (
     Event,
@@ -29,7 +29,6 @@ from pdcore.fsm.events import (
     TopologyFetched,
     VotesReduced,
 )
-from pdcore.fsm.legs import FAILED, LOCALLY_DONE, QUIESCED, READY
 from pdcore.fsm.states import ReceiverState as S
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
@@ -228,7 +227,7 @@ class DecodeCore:
         """Apply the group's outcome and what follows from the new state, in one tick."""
         receiver = record.receiver
         before = receiver.state
-        effects = _advance(self.rooms, record, outcome, now)
+        effects = commit_receiver(receiver, outcome, lambda: self.rooms.admit(record, now))
         if effects is not None:
             self.rooms.emit(record, effects, now)
         after = receiver.state
@@ -255,26 +254,3 @@ class DecodeCore:
             self.rooms.timers.arm("linger", key, now + self.setup.limits.linger_s)
         if state in (S.DRAINING, S.FAILED):
             self.rooms.report(record, finish_reason_of(reason), reason, now)
-
-
-def _advance(
-    rooms: DecodeRooms, record: DecodeRecord, outcome: int, now: float
-) -> Sequence[Effect] | None:
-    """The tick event that an outcome means in the committed state."""
-    receiver = record.receiver
-    match receiver.state:
-        case S.DONE | S.FAILED:
-            return None
-        case S.DRAINING:
-            return receiver.quiesced() if outcome == QUIESCED else None
-        case _ if outcome == FAILED:
-            return receiver.failed()
-        case S.TRANSFERRING:
-            return receiver.completed() if outcome == LOCALLY_DONE else None
-        case S.WAITING_FOR_INPUT if outcome == READY:
-            admission = rooms.admit(record, now)
-            return None if admission is None else receiver.advanced(admission)
-        case S.BOOTSTRAPPING if outcome == READY:
-            return receiver.advanced(None)
-        case _:
-            return None

@@ -20,6 +20,7 @@ from collections import OrderedDict
 import attrs
 
 from pdcore.errors import EngineError, failure
+from pdcore.fsm.commit import commit_sender
 from pdcore.fsm.effects import Effect, ReportAccepted
 from pdcore.fsm.events import (
     Event,
@@ -30,7 +31,7 @@ from pdcore.fsm.events import (
     StepCompleted,
     VotesReduced,
 )
-from pdcore.fsm.legs import FAILED, LOCALLY_DONE, QUIESCED, READY, FirstToken, KvReady
+from pdcore.fsm.legs import FirstToken, KvReady
 from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState as S
 from pdcore.kv.cache import KVBlocks
@@ -255,16 +256,7 @@ class PrefillCore:
         """Apply the group's outcome and what follows from the new state, in one tick."""
         sender, key = record.sender, record.key
         before = sender.state
-        if before in (S.DONE, S.FAILED):
-            effects = None
-        elif before is S.DRAINING:
-            effects = sender.quiesced() if outcome == QUIESCED else None
-        elif outcome == FAILED:
-            effects = sender.failed()
-        elif before is S.TRANSFERRING:
-            effects = sender.completed() if outcome == LOCALLY_DONE else None
-        else:
-            effects = sender.advanced() if outcome == READY else None
+        effects = commit_sender(sender, outcome)
         if effects is not None:
             self.rooms.emit(record, effects, now)
         after = sender.state
