@@ -225,7 +225,14 @@ class DecodeInbox:
             refuse = Refuse(message.key, message.nonce, "this room is not known here")
             self.rooms.out.append(SendMessage(payload.peer, refuse))
             return
-        if self._is_over_share(payload.peer.incarnation):
+        target = record.receiver.targets.get(payload.peer.rank)
+        is_granted = target is not None and target.nonce == message.nonce
+        out = [] if is_granted else self._over_share(payload.peer.incarnation)
+        if out and not any(one.is_stuck for one in out):
+            # An ordinary drain, perhaps of one large request: it ends in a moment, and the
+            # claim is resent. Nobody else's request fails for it.
+            return
+        if out:
             refuse = Refuse(message.key, message.nonce, "too much of the pool waits for this peer")
             self.rooms.out.append(SendMessage(payload.peer, refuse))
             why = failure(
@@ -236,24 +243,29 @@ class DecodeInbox:
             self.rooms.emit(record, record.receiver.failed_locally(why), now)
             return
         effects = record.receiver.claim_received(payload)
-        target = record.receiver.targets.get(payload.peer.rank)
         if target is not None and target.nonce == message.nonce:
             record.mark("granted", now)
         self.rooms.emit(record, effects, now)
 
-    def _is_over_share(self, incarnation: Incarnation) -> bool:
-        """Rule 6: whoever keeps more than ``quarantine_share`` of the pool out gets no grants."""
+    def _over_share(self, incarnation: Incarnation) -> list[DecodeRecord]:
+        """Rule 6: whoever keeps more than ``quarantine_share`` of the pool out gets no grants.
+        The rooms that keep it out, or none while it is less."""
         rooms = self.rooms
         ledgers = rooms.blocks.ledger().values()
         if not any(ledger.quarantined for ledger in ledgers):
-            return False
-        out = sum(
-            len(table) - table.count(NULL_BLOCK)
+            return []
+        draining = [
+            record
             for record in rooms.records_of(incarnation)
             if record.receiver.state is ReceiverState.DRAINING
+        ]
+        out = sum(
+            len(table) - table.count(NULL_BLOCK)
+            for record in draining
             for table in rooms.blocks.get_block_ids(record.seq.seq_id).values()
         )
-        return out > rooms.limits.quarantine_share * sum(ledger.total for ledger in ledgers)
+        total = sum(ledger.total for ledger in ledgers)
+        return draining if out > rooms.limits.quarantine_share * total else []
 
     def _status(self, payload: StatusFrom, now: float) -> None:
         message = payload.message

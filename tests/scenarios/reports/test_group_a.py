@@ -1,0 +1,200 @@
+"""Public reports, group A: who still owns a block after something went wrong.
+
+vLLM, vllm-ascend, Dynamo. The symptom is always the same: blocks that nobody gives back,
+until the instance hangs. Every test ends with whole ledgers on both sides.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcore.config import CoreLimits
+from pdcore.control.messages import Status, StatusKind
+from pdcore.engine.simulated import simulated_tokens
+from pdcore.fsm.effects import GrantLease, ReleaseLease
+from pdcore.fsm.events import MessageReceived
+from pdcore.fsm.states import SenderState
+from pdcore.testing.transport_checks_data import zero_bytes
+from pdcore.testing.transport_harness import LoopbackHarness
+from pdcore.testing.world import World, make_world
+from pdcore.types import RoomKey, SamplingParams
+from tests.scenarios.reports.fleet import (
+    FIVE,
+    PROMPT,
+    check_failed_without_text,
+    check_nothing_leaked,
+    is_posted,
+    let_bytes_move,
+)
+
+SMALL = {"num_blocks": 10, "prefill_blocks": 64, "stepped": True, "seed": 3}
+
+
+def in_transfer(**changes: object) -> tuple[World, RoomKey]:
+    world = make_world(**{**SMALL, **changes})
+    key = world.submit(PROMPT, sampling=FIVE)
+    world.run(lambda: is_posted(world))
+    return world, key
+
+
+def check_both_sides_give_up(world: World, key: RoomKey) -> None:
+    prefill = world.prefill.worker.core.setup.me
+    lease = world.decode.worker.core.rooms.records[key].receiver.lease
+    world.fabric.faults(prefill.incarnation).stopped = True
+    world.abort(key)
+    world.abort(key, at="prefill")
+    world.settle()
+    check_nothing_leaked(world)
+    # What comes after the end is answered, so that it stops, and changes nothing.
+    late = Status(key, lease, StatusKind.DONE)
+    core = world.decode.worker.core
+    core.handle_event(MessageReceived(prefill, b"", late), world.clock.monotonic())
+    world.step()
+    assert check_failed_without_text(world.decode, key) == "cancelled"
+    check_nothing_leaked(world)
+
+
+def test_both_sides_abort_and_no_completion_ever_comes() -> None:
+    """vllm #46283, vllm #46289: an end does not depend on a completion that nobody sends."""
+    check_both_sides_give_up(*in_transfer())
+
+
+def test_the_mutant_that_waits_for_the_completion_is_caught() -> None:
+    """Blocks that only a completion frees: an abort at decode is forgotten by prefill."""
+    world, key = in_transfer()
+    world.decode.worker.core.rooms.release = lambda record: None
+    with pytest.raises(AssertionError):
+        check_both_sides_give_up(world, key)
+
+
+@pytest.mark.parametrize("moment", ["queued", "computed"])
+def test_decode_refuses_what_prefill_already_has(moment: str) -> None:
+    """vllm #41269: decode answers 4xx before it admitted anything. The router's cancel frees
+    prefill at once, not after its own time-out, whatever prefill has computed by then."""
+    world = make_world()
+    refused = [5, 10_000_000]
+    key = world.submit(PROMPT, to=("prefill",), sampling=FIVE)
+    if moment == "computed":
+        for _ in range(20):
+            world.step()
+    world.submit(refused, key=key, to=("decode",), sampling=FIVE)
+    world.run(lambda: world.decode.result(key) is not None)
+    assert check_failed_without_text(world.decode, key) == "invalid_request"
+    start_s = world.clock.monotonic()
+    world.abort(key, at="prefill")  # what the router sends to the other leg
+    world.run(lambda: not world.prefill.worker.core.blocks.ledger()["full"].held)
+    world.run(lambda: world.prefill.result(key) is not None)
+    assert world.clock.monotonic() - start_s < 0.1
+    check_nothing_leaked(world)
+
+
+def test_cancelled_in_transfer_again_and_again() -> None:
+    """dynamo #7489: each of many requests is ended in the middle of its transfer; afterwards
+    the pools are whole and a new request is served."""
+    world = make_world(num_blocks=24, prefill_blocks=64, stepped=True, seed=4)
+    for number in range(12):
+        prompt = [100 + number] * (5 + number)
+        key = world.submit(prompt, sampling=FIVE)
+        world.run(lambda: is_posted(world))
+        world.fabric.step()
+        for side in ("decode", "prefill")[:: 1 if number % 2 else -1]:
+            world.abort(key, at=side)
+        world.run(lambda key=key: all(r.result(key) for r in world.ranks.values()))
+        check_failed_without_text(world.decode, key)
+    world.settle()
+    check_nothing_leaked(world)
+    probe = world.submit(PROMPT, sampling=FIVE)
+
+    def is_served() -> bool:
+        let_bytes_move(world)
+        return world.decode.result(probe) is not None
+
+    world.run(is_served)
+    assert world.decode.tokens(probe) == simulated_tokens(world.model, PROMPT, 5)
+
+
+def check_the_next_waits_for_one_chunk(world: World) -> None:
+    chunk = world.prefill.worker.core.setup.limits.prefill_chunk_tokens
+    long = world.submit(list(range(3, 403)), sampling=FIVE)
+    world.run(lambda: world.prefill.worker.counters.batch_tokens >= 2 * chunk)
+    world.abort(long, at="prefill")
+    world.abort(long)
+    done = world.prefill.worker.counters.batch_tokens
+    key = world.submit(PROMPT, sampling=FIVE)
+    world.run(lambda: world.decode.result(key) is not None)
+    assert world.decode.tokens(key) == simulated_tokens(world.model, PROMPT, 5)
+    computed = world.prefill.worker.counters.batch_tokens - done
+    assert computed <= chunk + len(PROMPT), f"{computed} tokens before the next had its turn"
+    world.settle()
+    check_nothing_leaked(world)
+
+
+def test_a_client_that_leaves_frees_the_engine_within_one_chunk() -> None:
+    """dynamo #13691, dynamo #14507: the prefill of a request whose client is gone goes on for
+    at most the chunk that is running; the next in the queue does not wait for the rest, and is
+    not refused because the cancelled one's blocks are on their way back."""
+    check_the_next_waits_for_one_chunk(make_world(limits=CoreLimits(prefill_chunk_tokens=16)))
+
+
+def test_a_transfer_of_nothing_completes() -> None:
+    """vllm-ascend #10098: where every byte is there already, the transfer still completes
+    and its notification comes; nothing waits for a delayed free that never ends."""
+    zero_bytes(LoopbackHarness())
+
+
+@pytest.mark.parametrize("num_blocks", [24, 64])
+def test_prefill_keeps_its_blocks_until_every_leg_has_them(num_blocks: int) -> None:
+    """vllm-ascend #3332, vllm-ascend #3882: two requests over one pool; what prefill holds
+    for one goes back when its own writes are done, and not with the other's."""
+    world = make_world(num_blocks=64, prefill_blocks=num_blocks, stepped=True)
+    keys = [world.submit([n] * 16, sampling=FIVE) for n in (5, 6)]
+    world.run(lambda: _all_transferring(world, keys))
+    held = world.prefill.worker.core.blocks.audit()["full"]
+    assert held.free == held.total - 8
+    while _all_transferring(world, keys):
+        world.fabric.step()
+        world.step()
+    ledger = world.prefill.worker.core.blocks.audit()["full"]
+    assert ledger.free == ledger.total - 4, "one is done: its four blocks, no more"
+    world.run(lambda: _served(world, keys))
+    world.settle()
+    check_nothing_leaked(world)
+
+
+def _all_transferring(world: World, keys: list[RoomKey]) -> bool:
+    records = world.prefill.worker.core.rooms.records
+    states = [records[k].sender.state for k in keys if k in records]
+    return states == [SenderState.TRANSFERRING] * len(keys)
+
+
+def _served(world: World, keys: list[RoomKey]) -> bool:
+    let_bytes_move(world)
+    return all(world.decode.result(key) for key in keys)
+
+
+def test_a_lease_is_released_once_and_by_its_own_end() -> None:
+    """vllm-ascend #3882: every lease that is granted is released exactly once."""
+    world = make_world(seed=8)
+    granted: list[object] = []
+    released: list[object] = []
+    execute = world.decode.worker.executor.execute
+
+    def watching(effects, now):
+        for effect in effects:
+            if isinstance(effect, GrantLease):
+                granted.append(effect.lease)
+            elif isinstance(effect, ReleaseLease):
+                released.append(effect.lease)
+        return execute(effects, now)
+
+    world.decode.worker.executor.execute = watching
+    keys = [
+        world.submit([n] * 9, sampling=SamplingParams(max_tokens=1 + n % 3)) for n in range(5, 17)
+    ]
+    for key in keys[::3]:
+        world.abort(key)
+    world.run(lambda: all(world.decode.result(key) for key in keys))
+    world.settle()
+    assert sorted(granted) == sorted(released)
+    assert len(set(granted)) == len(granted)
+    check_nothing_leaked(world)
