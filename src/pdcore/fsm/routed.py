@@ -5,6 +5,9 @@ Theory
   Received    parsed and admitted; no pair of instances chosen yet;
   Dispatched  both legs of the current attempt are on their way; nothing has been answered,
               so another attempt may still replace this one;
+  Retrying    the attempt was lost before anything was answered: both its legs are cancelled
+              and drain beside us, and another attempt will replace it, at once or after a
+              back-off. No leg of ours is current, so no outcome of one counts;
   Streaming   decode's first token is out, the response has begun: nothing can be retried,
               and only decode and the client matter;
   Done        decode's result was passed on completely;
@@ -28,8 +31,9 @@ Who moves it: the router core, for what its HTTP legs report, for the client's c
 and for its timer, which is later than the legs' own (rule 8).
 
 Not modelled here: choosing instances, whether a failure is worth another attempt (the core
-decides and feeds ``retried`` instead of the failure), resending cancels until answered (the
-core owns an outbox that outlives this entity), bytes.
+decides and feeds ``attempt_lost`` instead of the failure, then ``retried`` when the back-off
+is over, or ``rejected`` when there is nothing to send it to), resending cancels until answered
+(the core owns an outbox that outlives this entity), bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ class RouterFailure(msgspec.Struct, frozen=True):
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Replace the attempt ``replaces`` by the fresh ``attempt``."""
+    """Replace the lost attempt ``replaces`` by the fresh ``attempt``."""
 
     replaces: int
     attempt: int
@@ -116,6 +120,7 @@ ROUTED = Lifecycle(
     events=(
         "dispatched",
         "rejected",
+        "attempt_lost",
         "retried",
         "prefill_accepted",
         "prefill_failed",
@@ -132,7 +137,7 @@ ROUTED = Lifecycle(
         Row(S.RECEIVED, "rejected", S.FAILED, ("answer",)),
         Row(S.RECEIVED, "client_gone", S.CANCELLED),
         Row(S.RECEIVED, "deadline_expired", S.FAILED, ("answer",)),
-        Row(S.DISPATCHED, "retried", S.DISPATCHED, ("replace_attempt",), "is_fresh_retry"),
+        Row(S.DISPATCHED, "attempt_lost", S.RETRYING, ("cancel_both",), "is_current"),
         Row(S.DISPATCHED, "prefill_accepted", S.DISPATCHED, ("note_accepted",), "is_current"),
         Row(S.DISPATCHED, "prefill_unknown", S.DISPATCHED, ("note_unknown",), "is_current"),
         Row(
@@ -154,6 +159,10 @@ ROUTED = Lifecycle(
         Row(S.DISPATCHED, "decode_lost", S.FAILED, ("answer", "cancel_both"), "is_current"),
         Row(S.DISPATCHED, "client_gone", S.CANCELLED, ("cancel_both",)),
         Row(S.DISPATCHED, "deadline_expired", S.FAILED, ("answer", "cancel_both")),
+        Row(S.RETRYING, "retried", S.DISPATCHED, ("replace_attempt",), "is_fresh_retry"),
+        Row(S.RETRYING, "rejected", S.FAILED, ("answer",)),
+        Row(S.RETRYING, "client_gone", S.CANCELLED),
+        Row(S.RETRYING, "deadline_expired", S.FAILED, ("answer",)),
         Row(S.STREAMING, "decode_finished", S.DONE, ("end_stream",), "is_current"),
         Row(S.STREAMING, "decode_failed", S.FAILED, ("end_stream",), "is_current"),
         Row(S.STREAMING, "decode_lost", S.FAILED, ("end_stream", "cancel_decode"), "is_current"),
@@ -169,6 +178,11 @@ ROUTED = Lifecycle(
         S.DISPATCHED: StateInfo(
             "both legs sent; nothing answered",
             awaits="decode's first token or result, or a refusal by prefill",
+            deadline="router request deadline",
+        ),
+        S.RETRYING: StateInfo(
+            "an attempt was lost; another one follows",
+            awaits="the back-off, then another healthy instance",
             deadline="router request deadline",
         ),
         S.STREAMING: StateInfo(
@@ -196,6 +210,7 @@ class Routed:
 
     dispatched: Event[int]
     rejected: Event[RouterFailure]
+    attempt_lost: Event[LegFailure]
     retried: Event[Retry]
     prefill_accepted: Event[LegReport]
     prefill_failed: Event[LegFailure]
@@ -237,10 +252,9 @@ class Routed:
         return (DispatchLegs(payload, 0),)
 
     def replace_attempt(self, payload: Retry) -> Sequence[Effect]:
-        cancels = self.cancel_both(payload)
         self.attempts = (*self.attempts, payload.attempt)
         self.is_prefill_accepted = self.is_prefill_unknown = False
-        return (*cancels, DispatchLegs(payload.attempt, payload.replaces))
+        return (DispatchLegs(payload.attempt, payload.replaces),)
 
     def note_accepted(self, payload: LegReport) -> Sequence[Effect]:
         self.is_prefill_accepted = True

@@ -62,6 +62,7 @@ class RoutedState(enum.Enum):
 
     RECEIVED = "Received"
     DISPATCHED = "Dispatched"
+    RETRYING = "Retrying"
     STREAMING = "Streaming"
     DONE = "Done"
     FAILED = "Failed"

@@ -19,8 +19,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-import attrs
-
 from pdcore.errors import Overloaded, RoomInUse, failure
 from pdcore.fsm.effects import Effect as FsmEffect
 from pdcore.fsm.routed import Answer as TakeResponse
@@ -31,7 +29,6 @@ from pdcore.fsm.routed import (
     LegFailure,
     LegReport,
     Retry,
-    Routed,
     RouterFailure,
 )
 from pdcore.fsm.routed import EndStream as FinishStream
@@ -39,7 +36,6 @@ from pdcore.fsm.states import RoutedState
 from pdcore.router.events import (
     Answer,
     CancelAnswered,
-    Dispatch,
     DropLegs,
     EndStream,
     LegAnswered,
@@ -50,6 +46,8 @@ from pdcore.router.events import (
     StreamEnded,
 )
 from pdcore.router.fleet import Fleet, Health, Member
+from pdcore.router.limits import RouterLimits
+from pdcore.router.live import Live, dispatch
 from pdcore.router.outbox import CancelKey, Outbox, SendCancel
 from pdcore.router.policies import (
     ClientFields,
@@ -61,76 +59,9 @@ from pdcore.router.policies import (
 )
 from pdcore.types import Failure
 
+__all__ = ["RouterCore", "RouterLimits"]
+
 _OVER: Final = frozenset({RoutedState.DONE, RoutedState.FAILED, RoutedState.CANCELLED})
-
-
-@attrs.frozen
-class RouterLimits:
-    """Bounds and times of one router (habit 8)."""
-
-    #: Requests in flight; more are answered 429 (D60).
-    max_in_flight: int = 4096
-    #: A request's whole life; a client may ask for less, not for more.
-    request_timeout_s: float = 1800.0
-    #: The router's own timer is later than the legs' by this much (rule 8).
-    grace_s: float = 5.0
-    max_retries: int = 1
-    cancel_initial_s: float = 0.05
-    cancel_max_s: float = 5.0
-    #: A cancel of what its leg goes on not to know is given up after this.
-    cancel_unknown_s: float = 30.0
-    max_cancels: int = 8192
-    #: Rooms whose last attempt is remembered, so that a retry names what it replaces.
-    max_recent_rooms: int = 4096
-
-    def budget_s(self, fields: ClientFields) -> float:
-        """A request's whole life in seconds."""
-        return min(fields.timeout_s or self.request_timeout_s, self.request_timeout_s)
-
-
-class _Live:
-    """One client request in flight."""
-
-    __slots__ = (
-        "answered",
-        "deadline_s",
-        "decode",
-        "expires_at_s",
-        "fields",
-        "prefill",
-        "replaces",
-        "retries",
-        "room",
-        "routed",
-        "ticket",
-    )
-
-    def __init__(self, ticket: int, room: int, fields: ClientFields, replaces: int) -> None:
-        self.ticket = ticket
-        self.room = room
-        self.fields = fields
-        self.replaces = replaces
-        self.routed = Routed()
-        self.prefill: Member | None = None
-        self.decode: Member | None = None
-        self.deadline_s = 0.0
-        self.expires_at_s = 0.0
-        self.retries = 0
-        #: The leg whose answer is being passed on, while its event is handled.
-        self.answered: Leg | None = None
-
-    def member(self, leg: Leg) -> Member | None:
-        return self.prefill if leg is Leg.PREFILL else self.decode
-
-    def take(self, pair: tuple[Member | None, Member | None]) -> None:
-        """Move this request's weight to another pair; (None, None) gives it back, once."""
-        for member in (self.prefill, self.decode):
-            if member is not None:
-                member.num_live -= 1
-        self.prefill, self.decode = pair
-        for member in pair:
-            if member is not None:
-                member.num_live += 1
 
 
 class RouterCore:
@@ -140,7 +71,7 @@ class RouterCore:
         self.counters: Counter[str] = Counter()
         self._rng = rng
         self._next_ticket = 1
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._rooms: dict[int, int] = {}
         self._recent: OrderedDict[int, int] = OrderedDict()
         self._deadlines: list[tuple[float, int]] = []
@@ -172,7 +103,7 @@ class RouterCore:
             choose_dp_rank(room, pair[0].dp_size, fields.dp_rank)
         replaces = self._replaced(room, fields.replaces, now_s)
         budget_s = limits.budget_s(fields)
-        live = _Live(self._next_ticket, room, fields, replaces)
+        live = Live(self._next_ticket, room, fields, replaces)
         live.expires_at_s = unix_s + budget_s
         live.deadline_s = now_s + budget_s
         self._next_ticket += 1
@@ -247,7 +178,7 @@ class RouterCore:
 
     # --- events --------------------------------------------------------------------------
 
-    def _on_answer(self, live: _Live, event: LegAnswered, now_s: float) -> None:
+    def _on_answer(self, live: Live, event: LegAnswered, now_s: float) -> None:
         is_ok = 200 <= event.status < 300
         if is_ok and event.leg is Leg.PREFILL:
             self._apply(live, live.routed.prefill_accepted(LegReport(event.attempt)), now_s)
@@ -266,7 +197,7 @@ class RouterCore:
         self._apply(live, effects, now_s)
         live.answered = None
 
-    def _on_lost(self, live: _Live, event: LegLost, now_s: float) -> None:
+    def _on_lost(self, live: Live, event: LegLost, now_s: float) -> None:
         is_prefill = event.leg is Leg.PREFILL
         if not event.sent:
             member = live.member(event.leg)
@@ -284,7 +215,7 @@ class RouterCore:
             effects = routed.prefill_failed(report) if is_prefill else routed.decode_failed(report)
         self._apply(live, effects, now_s)
 
-    def _retry(self, live: _Live, leg: Leg, attempt: int, now_s: float) -> bool:
+    def _retry(self, live: Live, leg: Leg, attempt: int, now_s: float) -> bool:
         """Another attempt on other instances, if one is allowed and would help."""
         routed = live.routed
         retry = Retry(attempt, new_id(self._rng))
@@ -298,7 +229,9 @@ class RouterCore:
         self.counters["retried"] += 1
         live.retries += 1
         live.replaces = attempt
-        effects = routed.retried(retry) or ()
+        why = failure("unavailable", f"the {leg.value} leg was lost")
+        lost = routed.attempt_lost(LegFailure(attempt, why)) or ()
+        effects = (*lost, *(routed.retried(retry) or ()))
         self._effects.append(DropLegs(live.ticket, attempt))
         # The leg that refused needs no cancel; the others' cancels name the former pair.
         cancels = [e for e in effects if isinstance(e, CancelLeg) and e.leg is not leg]
@@ -339,7 +272,7 @@ class RouterCore:
         self._apply(live, live.routed.deadline_expired(RouterFailure(why)), now_s)
         return wanted
 
-    def _apply(self, live: _Live, effects: Iterable[FsmEffect] | None, now_s: float) -> None:
+    def _apply(self, live: Live, effects: Iterable[FsmEffect] | None, now_s: float) -> None:
         """Carry the lifecycle's effects on, and close the books when the request is over.
         None: the event was ignored there and is counted here."""
         if effects is None:
@@ -347,7 +280,7 @@ class RouterCore:
             return
         for effect in effects:
             if isinstance(effect, DispatchLegs):
-                self._effects.append(_dispatch(live, effect, now_s))
+                self._effects.append(dispatch(live, effect, now_s))
             elif isinstance(effect, TakeResponse):
                 answer = Answer(live.ticket, live.routed.attempt, effect.failure, live.answered)
                 self._effects.append(answer)
@@ -365,7 +298,7 @@ class RouterCore:
         if live.routed.state in _OVER:
             self._finish(live)
 
-    def _finish(self, live: _Live) -> None:
+    def _finish(self, live: Live) -> None:
         del self._live[live.ticket]
         if self._rooms.get(live.room) == live.ticket:
             del self._rooms[live.room]
@@ -378,23 +311,3 @@ class RouterCore:
                 self._recent[live.room] = live.routed.attempt
                 while len(self._recent) > self.limits.max_recent_rooms:
                     self._recent.popitem(last=False)
-
-
-def _dispatch(live: _Live, legs: DispatchLegs, now_s: float) -> Dispatch:
-    prefill, decode = live.prefill, live.decode
-    assert prefill is not None
-    assert decode is not None
-    remaining_s = live.deadline_s - now_s
-    added: dict[str, object] = {
-        "bootstrap_room": live.room,
-        "attempt": legs.attempt,
-        "bootstrap_host": prefill.target.host,
-        "bootstrap_port": prefill.bootstrap_port,
-        "prefill_instance": prefill.instance,
-        "decode_instance": decode.instance,
-        "expires_at_s": live.expires_at_s,
-        "remaining_s": remaining_s,
-        "disagg_prefill_dp_rank": choose_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
-        "replaces": live.replaces or None,
-    }
-    return Dispatch(live.ticket, legs.attempt, prefill, decode, remaining_s, added)

@@ -166,29 +166,53 @@ def test_the_routers_deadline_answers_and_cancels_both() -> None:
 # --- attempts ---------------------------------------------------------------------------
 
 
-def test_a_retry_cancels_both_legs_of_the_attempt_it_replaces() -> None:
+def retrying() -> Routed:
     routed = dispatched()
     routed.prefill_accepted(GOOD)
-    assert routed.retried(Retry(ATTEMPT, 12)) == (
+    assert routed.attempt_lost(BAD) == (
         CancelLeg(Leg.PREFILL, ATTEMPT),
         CancelLeg(Leg.DECODE, ATTEMPT),
-        DispatchLegs(12, replaces=ATTEMPT),
     )
+    assert routed.state is S.RETRYING
+    return routed
+
+
+def test_a_lost_attempt_is_cancelled_at_both_legs_and_replaced() -> None:
+    routed = retrying()
+    assert routed.retried(Retry(ATTEMPT, 12)) == (DispatchLegs(12, replaces=ATTEMPT),)
     assert (routed.state, routed.attempt, routed.is_prefill_accepted) == (S.DISPATCHED, 12, False)
 
 
 @pytest.mark.parametrize("retry", [Retry(ATTEMPT, ATTEMPT), Retry(9, 12)])
 def test_a_retry_needs_a_fresh_attempt_that_replaces_the_current_one(retry: Retry) -> None:
-    routed = dispatched()
+    routed = retrying()
     assert routed.retried(retry) is None
     assert routed.attempts == (ATTEMPT,)
 
 
-def test_nothing_is_retried_after_the_first_token() -> None:
+def test_nothing_is_retried_after_the_first_token_or_without_a_loss() -> None:
+    assert streaming().attempt_lost(BAD) is None
     assert streaming().retried(Retry(ATTEMPT, 12)) is None
+    assert dispatched().retried(Retry(ATTEMPT, 12)) is None
+
+
+def test_between_two_attempts_no_leg_counts_and_every_end_is_one() -> None:
+    """Both legs were cancelled when the attempt was lost: nothing is cancelled again."""
+    routed = retrying()
+    assert routed.first_token(GOOD) is None
+    assert routed.decode_finished(GOOD) is None
+    assert routed.prefill_failed(BAD) is None
+    assert routed.attempt_lost(BAD) is None
+    assert routed.ignored == 4
+    gone, given_up, late = retrying(), retrying(), retrying()
+    assert gone.client_gone() == ()
+    assert given_up.rejected(RouterFailure(OOM)) == (Answer(OOM),)
+    assert late.deadline_expired(RouterFailure(LATE)) == (Answer(LATE),)
+    assert [r.state for r in (gone, given_up, late)] == [S.CANCELLED, S.FAILED, S.FAILED]
 
 
 def check_other_attempts_do_not_count(routed: Routed) -> None:
+    routed.attempt_lost(BAD)
     routed.retried(Retry(ATTEMPT, 12))
     assert routed.decode_failed(BAD) is None
     assert routed.prefill_failed(BAD) is None
@@ -220,6 +244,7 @@ STEPS: dict[str, Callable[[Routed], Sequence[Effect] | None]] = {
     "decode_finished": lambda r: r.decode_finished(GOOD),
     "decode_failed": lambda r: r.decode_failed(BAD),
     "decode_lost": lambda r: r.decode_lost(BAD),
+    "attempt_lost": lambda r: r.attempt_lost(BAD),
     "client_gone": lambda r: r.client_gone(),
     "deadline_expired": lambda r: r.deadline_expired(RouterFailure(LATE)),
 }
