@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, TypeVar
 
 from pdcore.background import BackgroundCalls
 from pdcore.control.base import ControlChannel
@@ -40,7 +40,14 @@ from pdcore.fsm.effects import (
     RevokeLease,
     SendMessage,
 )
-from pdcore.fsm.events import Event, HandleEnded, LeaseRevoked, PeerLost, TopologyFetched
+from pdcore.fsm.events import (
+    Event,
+    HandleEnded,
+    LeaseRevoked,
+    PeerLost,
+    PeerUnreachable,
+    TopologyFetched,
+)
 from pdcore.scheduler.consensus import Consensus
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.transports.base import (
@@ -55,8 +62,10 @@ from pdcore.types import Incarnation, PeerRef
 
 log = logging.getLogger(__name__)
 
-#: Process lives remembered as dead and fenced.
-MAX_FENCED: Final = 4096
+V = TypeVar("V")
+
+#: Process lives remembered: those that are dead and fenced, and as many that live.
+MAX_LIVES: Final = 4096
 
 #: Seconds in which a descriptor that could not be connected to is not tried again. A
 #: stopped peer costs the loop a connect time-out per try (1 s with shm), and every request
@@ -94,7 +103,7 @@ class Executor:
         #: Transport handle -> core handle, and back.
         self._handles: dict[int, int] = {}
         self._posted: dict[int, int] = {}
-        self._fenced: OrderedDict[Incarnation, None] = OrderedDict()
+        self._lives = _Lives()
         self._unreachable = _Unreachable()
 
     def execute(self, effects: Iterable[Effect], now: float) -> list[Event]:
@@ -124,10 +133,9 @@ class Executor:
                 events.extend(self._completed(event))
             elif isinstance(event, PeerDied):
                 self._sessions.pop(event.incarnation, None)
-                if event.fenced:
-                    self._fenced[event.incarnation] = None
-                    while len(self._fenced) > MAX_FENCED:
-                        self._fenced.popitem(last=False)
+                if event.fenced and (address := self._lives.end(event.incarnation)) is not None:
+                    # Its successor listens elsewhere: a socket for each life would stay.
+                    self.channel.forget(address)
                 events.append(PeerLost(event.incarnation, event.fenced, event.detail))
             # A Notification is a wake-up only: STATUS Done is the completion (rule 5).
         return events
@@ -191,7 +199,7 @@ class Executor:
             self._session(effect.peer, effect.endpoint)
         except TransportError as error:
             detail = f"its data plane cannot be reached: {error}"
-            return [PeerLost(effect.peer.incarnation, False, detail)]
+            return [PeerUnreachable(effect.peer.incarnation, detail)]
         return []
 
     def _session(self, peer: PeerRef, descriptor: bytes) -> PeerSession:
@@ -234,7 +242,7 @@ class Executor:
         """Prefill: destroy the session, its handles end. Decode: only a death that the
         transport saw and that fences counts; anything else keeps the blocks out."""
         self._disconnect(peer.incarnation)
-        if peer.incarnation in self._fenced:
+        if self._lives.is_over(peer.incarnation):
             return [PeerLost(peer.incarnation, True, "its process is gone")]
         return []
 
@@ -244,11 +252,46 @@ class Executor:
             self.transport.disconnect(session)
 
     def _send_frames(self, peer: PeerRef, messages: list[PeerMessage]) -> None:
+        if not self._lives.speak_to(peer):
+            return
         me = self.setup.me
         frame = Frame(me.instance, me.rank, me.incarnation, me.address, peer.incarnation, messages)
         for data in encode_frames(frame):
             if not self.channel.send(peer.address, data):
                 log.debug("control channel refused a frame to %s; it is resent", peer.address)
+
+
+class _Lives:
+    """Which process lives are over for good, and where the others were spoken to. Who is
+    over hears nothing, so nothing is sent: that would open a socket to nobody."""
+
+    def __init__(self) -> None:
+        self._over: OrderedDict[Incarnation, None] = OrderedDict()
+        self._addresses: OrderedDict[Incarnation, str] = OrderedDict()
+
+    def is_over(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._over
+
+    def speak_to(self, peer: PeerRef) -> bool:
+        """False: it is over."""
+        if peer.incarnation in self._over:
+            return False
+        if self._addresses.get(peer.incarnation) != peer.address:
+            self._addresses[peer.incarnation] = peer.address
+            _trim(self._addresses)
+        return True
+
+    def end(self, incarnation: Incarnation) -> str | None:
+        """Dead and fenced. The address where nobody else lives now, if it was spoken to."""
+        self._over[incarnation] = None
+        _trim(self._over)
+        address = self._addresses.pop(incarnation, None)
+        return None if address in self._addresses.values() else address
+
+
+def _trim(lives: OrderedDict[Incarnation, V]) -> None:
+    while len(lives) > MAX_LIVES:
+        lives.popitem(last=False)
 
 
 class _Unreachable:

@@ -22,7 +22,7 @@ from pdcore.control.messages import (
     WorkerMessage,
 )
 from pdcore.errors import TransportError, failure
-from pdcore.executor import MAX_FENCED, MAX_UNREACHABLE, Executor, to_leader
+from pdcore.executor import MAX_LIVES, MAX_UNREACHABLE, Executor, to_leader
 from pdcore.fsm.effects import (
     CancelTransfer,
     ConnectPeer,
@@ -45,6 +45,7 @@ from pdcore.fsm.events import (
     HandleEnded,
     LeaseRevoked,
     PeerLost,
+    PeerUnreachable,
     TopologyFetched,
     VotesReduced,
 )
@@ -55,7 +56,7 @@ from pdcore.testing.world import InlineBackground
 from pdcore.transports.base import PeerDied, PeerSession, RemoteLease, Revocation
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
-from pdcore.types import FinishReason, LeaseId, Nonce, PeerRef, RoomKey
+from pdcore.types import FinishReason, Incarnation, LeaseId, Nonce, PeerRef, RoomKey
 from tests.unit.scheduler.kit import DECODE, PREFILL, make_setup
 
 KEY = RoomKey(1, 1)
@@ -353,11 +354,11 @@ def test_a_connection_is_opened_before_anything_is_posted(make_pair) -> None:
 
 
 @pytest.mark.parametrize("endpoint", [b"garbage", make_setup(transport_descriptor=b"x").endpoint()])
-def test_a_connection_that_cannot_be_opened_is_a_lost_peer(make_pair, endpoint: bytes) -> None:
+def test_a_connection_that_cannot_be_opened_proves_no_death(make_pair, endpoint: bytes) -> None:
     pair = make_pair()
-    (lost,) = pair.run(ConnectPeer(DECODE, endpoint))
-    assert isinstance(lost, PeerLost)
-    assert (lost.incarnation, lost.fenced) == (DECODE.incarnation, False)
+    (told,) = pair.run(ConnectPeer(DECODE, endpoint))
+    assert isinstance(told, PeerUnreachable)
+    assert told.incarnation == DECODE.incarnation
 
 
 class CountedConnects:
@@ -380,7 +381,7 @@ def check_a_stopped_peer_costs_one_try(pair: Pair, connects: CountedConnects) ->
     connect = ConnectPeer(DECODE, pair.decode_setup.endpoint())
     for now in (10.0, 10.0, 12.0, 14.9):
         (lost,) = pair.run(connect, now=now)
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, PeerUnreachable)
         assert "no answer within 1.0 s" in lost.detail
         (ended,) = pair.run(pair.post(1), now=now)
         assert isinstance(ended, HandleEnded)
@@ -480,12 +481,48 @@ def test_forgetting_a_peer_drops_its_connection_and_its_session(make_pair) -> No
     assert pair.fabric._links == []
 
 
-def test_lives_remembered_as_fenced_are_bounded(make_pair) -> None:
-    pair = make_pair()
-    deaths = [PeerDied(i.to_bytes(16, "big"), True) for i in range(MAX_FENCED + 10)]
-    pair.executor.transport.poll = lambda: deaths
+def check_a_dead_life_leaves_no_socket(pair: Pair) -> None:
+    """Each life of a peer listens at a port of its own: what is kept for the former ones
+    would grow with every restart."""
+    pair.run(SendMessage(DECODE, Heartbeat(1)))
+    pair.run(pair.post(1))
+    pair.fabric.die(DECODE.incarnation)
     pair.executor.poll()
-    assert len(pair.executor._fenced) == MAX_FENCED
+    pair.run(SendMessage(DECODE, Heartbeat(2)))
+    assert pair.channel.forgotten == [DECODE.address]
+    assert len(pair.channel.frames) == 1, "nobody hears it"
+
+
+def test_a_dead_life_leaves_no_socket(make_pair) -> None:
+    """D24, D39: found by random kills: one more descriptor for every restart of a peer."""
+    check_a_dead_life_leaves_no_socket(make_pair(stepped=True))
+
+
+def test_the_check_fails_on_sockets_that_stay(make_pair) -> None:
+    """The mutant: only the transport's session ends with the peer."""
+    pair = make_pair(stepped=True)
+    pair.executor._lives.end = lambda incarnation: None
+    with pytest.raises(AssertionError):
+        check_a_dead_life_leaves_no_socket(pair)
+
+
+def test_a_death_leaves_the_socket_of_another_life_at_the_same_address(make_pair) -> None:
+    pair = make_pair()
+    successor = DECODE._replace(incarnation=Incarnation(b"s" * 16))
+    pair.run(SendMessage(DECODE, Heartbeat(1)), SendMessage(successor, Heartbeat(2)))
+    pair.executor.transport.poll = lambda: [PeerDied(DECODE.incarnation, True)]
+    pair.executor.poll()
+    assert pair.channel.forgotten == []
+
+
+def test_lives_remembered_are_bounded(make_pair) -> None:
+    pair = make_pair()
+    lives = [Incarnation(i.to_bytes(16, "big")) for i in range(MAX_LIVES + 10)]
+    pair.run(*(SendMessage(DECODE._replace(incarnation=i), Heartbeat(1)) for i in lives))
+    assert len(pair.executor._lives._addresses) == MAX_LIVES
+    pair.executor.transport.poll = lambda: [PeerDied(i, True) for i in lives]
+    pair.executor.poll()
+    assert len(pair.executor._lives._over) == MAX_LIVES
 
 
 @pytest.mark.parametrize(
