@@ -12,7 +12,7 @@ from __future__ import annotations
 import http.client
 import random
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import attrs
 import msgspec
@@ -46,14 +46,31 @@ class CallReply(NamedTuple):
 
 
 @attrs.frozen
-class _Answer:
+class Answer:
+    """What a server said."""
+
     status: int
     body: bytes
     etag: str
 
 
-class _CallFailed(Exception):
+class CallFailed(Exception):
     """No usable answer; the text says why."""
+
+
+class Http(Protocol):
+    """How one exchange is made: :class:`BlockingHttp`, or a simulation's own way."""
+
+    def __call__(
+        self,
+        method: str,
+        where: tuple[str, int],
+        target: str,
+        body: bytes | None,
+        headers: dict[str, str],
+    ) -> Answer:
+        """``where`` is (host, port). Raises CallFailed."""
+        ...
 
 
 def split_host_port(address: str) -> tuple[str, int]:
@@ -79,9 +96,15 @@ class BootstrapClient:
     """Blocking calls; safe to use from any one thread at a time. No call raises: what goes
     wrong is a :class:`Failure` that names the address."""
 
-    def __init__(self, clock: Clock, *, timeout_s: float = 5.0, token: str | None = None) -> None:
-        self._clock = clock
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        timeout_s: float = 5.0,
+        token: str | None = None,
+        http: Http | None = None,
+    ) -> None:
+        self._http = http or BlockingHttp(clock, timeout_s)
         self._token = token
 
     def register(self, address: str, registration: RankRegistration) -> CallReply:
@@ -107,7 +130,7 @@ class BootstrapClient:
                 return RouteReply(failure=failure(code, detail))
             route = msgspec.json.decode(answer.body, type=Route)
             negotiate((PROTOCOL_MIN, PROTOCOL_MAX), (route.protocol_min, route.protocol_max))
-        except _CallFailed as error:
+        except CallFailed as error:
             return RouteReply(failure=failure("unreachable", f"{address}: {error}"))
         except IncompatibleError as error:
             return RouteReply(failure=failure("incompatible", f"{address}: {error}"))
@@ -130,13 +153,13 @@ class BootstrapClient:
                 detail = f"{address} answered {answer.status}: {_detail(answer.body)}"
                 return failure("unreachable", detail)
             return msgspec.json.decode(answer.body, type=dict[int, int])
-        except (_CallFailed, msgspec.MsgspecError, ValueError) as error:
+        except (CallFailed, msgspec.MsgspecError, ValueError) as error:
             return failure("unreachable", f"{address}: {error}")
 
     def _write(self, method: str, address: str, path: str, body: bytes) -> CallReply:
         try:
             answer = self._call(method, address, path, body, {})
-        except _CallFailed as error:
+        except CallFailed as error:
             return CallReply(failure("unreachable", f"{address}: {error}"))
         if answer.status == 200:
             return CallReply()
@@ -147,32 +170,51 @@ class BootstrapClient:
 
     def _call(
         self, method: str, address: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> _Answer:
-        """Raises _CallFailed. The timeout bounds the whole exchange, not each read."""
+    ) -> Answer:
+        """Raises CallFailed."""
         try:
-            host, port = split_host_port(address)
+            where = split_host_port(address)
         except ValueError as error:
-            raise _CallFailed(str(error)) from None
-        deadline = self._clock.monotonic() + self._timeout_s
+            raise CallFailed(str(error)) from None
         sent = dict(headers)
         if body is not None:
             sent["Content-Type"] = "application/json"
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        return self._http(method, where, f"/bootstrap/{path}", body, sent)
+
+
+class BlockingHttp:
+    """One connection per call; the timeout bounds the whole exchange, not each read."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    def __call__(
+        self,
+        method: str,
+        where: tuple[str, int],
+        target: str,
+        body: bytes | None,
+        headers: dict[str, str],
+    ) -> Answer:
+        """Raises CallFailed."""
+        deadline = self._clock.monotonic() + self._timeout_s
+        connection = http.client.HTTPConnection(*where, timeout=self._timeout_s)
         try:
-            connection.request(method, f"/bootstrap/{path}", body, sent)
+            connection.request(method, target, body, headers)
             response = connection.getresponse()
             content = bytearray()
             while part := response.read1(_CHUNK_BYTES):
                 content += part
                 if len(content) > MAX_RESPONSE_BYTES:
-                    raise _CallFailed(f"the answer is over {MAX_RESPONSE_BYTES} bytes")
+                    raise CallFailed(f"the answer is over {MAX_RESPONSE_BYTES} bytes")
                 if self._clock.monotonic() > deadline:
-                    raise _CallFailed(f"no complete answer within {self._timeout_s:g} s")
-            return _Answer(response.status, bytes(content), response.headers.get("etag", ""))
+                    raise CallFailed(f"no complete answer within {self._timeout_s:g} s")
+            return Answer(response.status, bytes(content), response.headers.get("etag", ""))
         except (http.client.HTTPException, OSError, ValueError) as error:
-            raise _CallFailed(str(error) or type(error).__name__) from None
+            raise CallFailed(str(error) or type(error).__name__) from None
         finally:
             connection.close()
 
