@@ -154,7 +154,7 @@ class Parts:
     def ledger(self, name: str) -> dict[str, float]:
         return asyncio.run(ledger(self.at[name]))
 
-    def _is_pool_whole(self, name: str) -> bool:
+    def is_pool_whole(self, name: str) -> bool:
         now = self.ledger(name)
         used = {key: n for key, n in now.items() if key != "kv_free" and n}
         used.pop("kv_total", None)
@@ -166,7 +166,7 @@ class Parts:
         self.expect_up()
         for name in INSTANCES:
             until(
-                lambda name=name: self._is_pool_whole(name),
+                lambda name=name: self.is_pool_whole(name),
                 self.pid("router"),
                 SETTLE_S,
                 f"the pool of {name} is whole: {self.ledger(name)}",

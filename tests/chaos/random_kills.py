@@ -1,0 +1,391 @@
+"""Random parts of a cluster are killed and stopped for as long as you like, under load.
+
+``python -m tests.chaos.random_kills --seconds 1800 --seed 7 --json`` starts two prefill and
+two decode instances and a router on the simulated engine, keeps 16 requests in flight (half
+of them streams), and every one to three seconds kills a process or stops it for a while.
+Dead workers are started again by their leader, dead leaders and routers by this driver. In
+the end it counts what became of every request and what is left over: exit status 0 only when
+no request is lost (neither answered nor disconnected), none is wrong, and nothing leaked.
+
+The same seed makes the same choices; when each takes effect is up to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import attrs
+
+from pdcore.server.client import HttpClient
+from tests.chaos.parts import INSTANCES, SETTLE_S, Parts
+from tests.scenarios.processes import children, segments, wait_gone
+from tests.scenarios.soak_client import GRACE_S, Outcome, ask
+
+LANES = 16
+REQUEST_S = 4.0
+#: Between two requests of a lane: load, but not all that the machine can do.
+PAUSE_S = 0.15
+MIN_GAP_S, MAX_GAP_S = 1.0, 3.0
+MIN_STOP_S, MAX_STOP_S = 0.1, 3.0
+#: Sockets come and go with kept-alive connections: up to so many more are no leak.
+SOCKETS_MARGIN = 24
+#: Pools that start threads on demand: two for a worker's slow calls and one that copies;
+#: asyncio's default executor in the others.
+WORKER_THREADS_MARGIN = 3
+THREADS_MARGIN = (os.cpu_count() or 1) + 4
+WORKERS = tuple(f"{name} worker" for name in INSTANCES)
+#: Workers hold the blocks: they are hit twice as often.
+VICTIMS = (*WORKERS, *WORKERS, *INSTANCES, "router")
+
+
+@attrs.define
+class Tally:
+    """What became of the requests."""
+
+    sent: int = 0
+    ok: int = 0
+    errors: Counter[str] = attrs.field(factory=Counter)
+    #: Connections that closed while the router was dead, or died.
+    disconnected: int = 0
+    #: Connections that closed although the router lived.
+    cut_off: int = 0
+    #: Neither answered nor disconnected within their time and a grace.
+    lost: int = 0
+    wrong: int = 0
+    longest_s: float = 0.0
+    #: The first few of what must not be, in words.
+    examples: list[str] = attrs.field(factory=list)
+
+    def count(self, outcome: Outcome, router_died: bool) -> None:
+        self.longest_s = max(self.longest_s, outcome.seconds)
+        if outcome.kind == "ok":
+            self.ok += 1
+        elif outcome.kind == "lost" and router_died:
+            self.disconnected += 1
+        elif outcome.kind == "lost":
+            self.cut_off += 1
+            self._remember(outcome)
+        elif outcome.kind == "wrong":
+            if outcome.seconds >= REQUEST_S + GRACE_S:
+                self.lost += 1
+            else:
+                self.wrong += 1
+            self._remember(outcome)
+        else:
+            self.errors[outcome.kind] += 1
+
+    def _remember(self, outcome: Outcome) -> None:
+        if len(self.examples) < 20:
+            self.examples.append(f"after {outcome.seconds:.2f} s: {outcome.problem}"[:400])
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.cut_off or self.lost or self.wrong)
+
+
+@attrs.define
+class RouterLives:
+    """When the router was dead: those requests may end with their connection."""
+
+    spans: list[tuple[float, float]] = attrs.field(factory=list)
+    died_s: float | None = None
+
+    def died(self) -> None:
+        self.died_s = time.monotonic()
+
+    def is_back(self) -> None:
+        assert self.died_s is not None
+        self.spans.append((self.died_s, time.monotonic()))
+        self.died_s = None
+
+    def was_dead(self, start_s: float, end_s: float) -> bool:
+        if self.died_s is not None and end_s >= self.died_s:
+            return True
+        return any(start_s <= up and end_s >= down for down, up in reversed(self.spans))
+
+
+class Storm:
+    """The load and the faults on one cluster."""
+
+    def __init__(self, parts: Parts, seed: int) -> None:
+        self.tally = Tally()
+        self.faults: Counter[str] = Counter()
+        self.restarts: Counter[str] = Counter()
+        self._parts = parts
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._router = RouterLives()
+        #: Being restarted by us: not there to be hit.
+        self._busy: set[str] = set()
+        self._is_over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, seconds: float) -> None:
+        """Load all the while; faults for ``seconds``; then everything is started again and
+        must serve."""
+        client = HttpClient()
+        lanes = [asyncio.create_task(self._lane(client, lane)) for lane in range(LANES)]
+        try:
+            await self._throw_faults(time.monotonic() + seconds)
+            await asyncio.to_thread(self._parts.expect_up)
+            await self._serve_again()
+        finally:
+            self._is_over.set()
+            await asyncio.gather(*lanes)
+            await client.aclose()
+
+    async def _serve_again(self) -> None:
+        """A hundred more right answers, within a minute."""
+        wanted, end_s = self.tally.ok + 100, time.monotonic() + 60
+        while self.tally.ok < wanted and time.monotonic() < end_s:
+            await self._pause(0.2)
+        if self.tally.ok < wanted:
+            self.tally.examples.append("it did not serve again within 60 s after the storm")
+            self.tally.lost += 1
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_over.wait(), seconds)
+
+    async def _lane(self, client: HttpClient, lane: int) -> None:
+        rng = random.Random(f"{self._seed} {lane}")
+        while not self._is_over.is_set():
+            self.tally.sent += 1
+            start_s = time.monotonic()
+            outcome = await ask(
+                client,
+                self._parts.router,
+                rng,
+                timeout_s=REQUEST_S,
+                is_stream=rng.random() < 0.5,
+            )
+            dead = self._router.was_dead(start_s, time.monotonic())
+            self.tally.count(outcome, dead)
+            await self._pause(PAUSE_S if outcome.kind == "ok" else 2 * PAUSE_S)
+
+    async def _throw_faults(self, end_s: float) -> None:
+        while time.monotonic() < end_s:
+            await self._pause(self._rng.uniform(MIN_GAP_S, MAX_GAP_S))
+            await self._revive()
+            victim, is_kill = self._rng.choice(VICTIMS), self._rng.random() < 0.5
+            stop_s = self._rng.uniform(MIN_STOP_S, MAX_STOP_S)
+            if victim.removesuffix(" worker") in self._busy:
+                continue
+            pid = self._pid(victim)
+            if pid is None:  # its leader has not started it again yet
+                continue
+            kind = "worker" if victim in WORKERS else victim.partition("-")[0]
+            self.faults[f"{'kill' if is_kill else 'stop'} {kind}"] += 1
+            self._start(self._kill(victim, pid) if is_kill else self._stop(victim, pid, stop_s))
+        await asyncio.gather(*self._tasks)
+        await self._revive()
+        await asyncio.gather(*self._tasks)
+
+    def _start(self, fault: Iterable[object]) -> None:
+        task = asyncio.ensure_future(fault)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _pid(self, victim: str) -> int | None:
+        name, _, worker = victim.partition(" ")
+        leader = self._parts.programs[name].pid
+        if not worker:
+            return leader
+        return next(iter(children().get(leader, ())), None)
+
+    async def _kill(self, victim: str, pid: int) -> None:
+        name, _, worker = victim.partition(" ")
+        if worker:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.restarts["supervisor"] += 1
+            return
+        self._busy.add(name)
+        if name == "router":
+            self._router.died()
+        os.kill(pid, signal.SIGKILL)
+        await self._restart(name)
+
+    async def _restart(self, name: str) -> None:
+        self._busy.add(name)
+        await asyncio.to_thread(self._parts.restart, name)
+        self.restarts["driver"] += 1
+        if name == "router":
+            self._router.is_back()
+        self._busy.discard(name)
+
+    async def _stop(self, victim: str, pid: int, seconds: float) -> None:
+        name = victim.removesuffix(" worker")
+        # A restart beside it would kill the wrong process when the pid is used again.
+        self._busy.add(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await self._pause(seconds)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        self._busy.discard(name)
+
+    async def _revive(self) -> None:
+        """Leaders that gave up, as they do after too many deaths in a row."""
+        for name, program in self._parts.programs.items():
+            if name not in self._busy and program.process.poll() is not None:
+                self.faults[f"{name.partition('-')[0]} gave up"] += 1
+                if name == "router":
+                    self._router.died()
+                self._start(self._restart(name))
+                self._busy.add(name)
+
+
+# --- what is left over ---------------------------------------------------------------------
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Open descriptors by kind: "socket", "pipe", "segment", "file",
+    "anon_inode:[eventpoll]" and the like."""
+    found: Counter[str] = Counter()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(fd)
+            kind = "file" if target.startswith("/") else target
+            if "pdcore-kv" in target:
+                kind = "segment"
+            elif target.startswith(("socket:", "pipe:")):
+                kind = target.partition(":")[0]
+            found[kind] += 1
+    return found
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def belonging_to(folder: Path) -> set[int]:
+    """Processes, orphans too, that were started with this run folder in their environment."""
+    mark, found = str(folder).encode(), set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes():
+                found.add(int(environ.parent.name))
+    return found
+
+
+def survey(parts: Parts) -> dict[str, tuple[Counter[str], int]]:
+    """Part -> descriptors by kind, and threads. Raises OSError, IndexError while a part is
+    away."""
+    return {
+        part: (descriptors(parts.pid(part)), num_threads(parts.pid(part)))
+        for part in (*INSTANCES, *WORKERS, "router")
+    }
+
+
+def leaks(
+    parts: Parts, folder: Path, before: dict[str, tuple[Counter[str], int]], num_segments: int
+) -> list[str]:
+    """Everything that is more than it was, in words."""
+    found = []
+    known = set(parts.pids())
+    orphans = belonging_to(folder) - known - {os.getpid()}
+    found += [f"process {pid} belongs to nobody" for pid in sorted(orphans)]
+    if len(segments(known)) > num_segments:
+        found.append(f"{len(segments(known))} segments, {num_segments} at the start")
+    for part, (fds, threads) in survey(parts).items():
+        fds_before, threads_before = before[part]
+        for kind, count in fds.items():
+            margin = SOCKETS_MARGIN if kind == "socket" else 0
+            if count > fds_before[kind] + margin:
+                found.append(f"{part}: {count} {kind} descriptors, {fds_before[kind]} before")
+        margin = WORKER_THREADS_MARGIN if part in WORKERS else THREADS_MARGIN
+        if threads > threads_before + margin:
+            found.append(f"{part}: {threads} threads, {threads_before} before")
+    for name in INSTANCES:
+        if not parts.is_pool_whole(name):
+            found.append(f"{name}: blocks are not all free: {parts.ledger(name)}")
+    return found
+
+
+def left_over(
+    parts: Parts, folder: Path, before: dict[str, tuple[Counter[str], int]], num_segments: int
+) -> list[str]:
+    """What is still too much when all had time to settle."""
+    end_s = time.monotonic() + SETTLE_S
+    while True:
+        found = leaks(parts, folder, before, num_segments)
+        if not found or time.monotonic() > end_s:
+            return found
+        wait_gone([parts.pid("router")], 0.5)
+
+
+def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
+    """The report, as ``--json`` prints it."""
+    start_s = time.monotonic()
+    parts = Parts(folder)
+    try:
+        # Everything that is made on first use is there: threads, pools, connections.
+        warm = Storm(parts, seed)
+        asyncio.run(warm.run(0.0))
+        asyncio.run(warm_metrics(parts))
+        before, num_segments = survey(parts), len(segments(parts.pids()))
+        storm = Storm(parts, seed)
+        asyncio.run(storm.run(seconds))
+        left = left_over(parts, folder, before, num_segments)
+    finally:
+        gone = parts.close()
+    left += [f"process {pid} did not end" for pid in gone]
+    left += [f"process {pid} outlived all" for pid in sorted(belonging_to(folder) - {os.getpid()})]
+    tally = storm.tally
+    return {
+        "seconds": round(time.monotonic() - start_s, 1),
+        "seed": seed,
+        "faults": dict(sorted(storm.faults.items())),
+        "num_faults": sum(storm.faults.values()),
+        "restarts": dict(storm.restarts),
+        "requests": {
+            "sent": tally.sent,
+            "ok": tally.ok,
+            "errors": dict(tally.errors.most_common()),
+            "disconnected": tally.disconnected,
+            "cut_off_by_a_living_router": tally.cut_off,
+            "lost": tally.lost,
+            "wrong": tally.wrong,
+            "longest_s": round(tally.longest_s, 2),
+        },
+        "leaks": left,
+        "violations": [*tally.examples, *left],
+        "is_clean": tally.is_clean and not left,
+    }
+
+
+async def warm_metrics(parts: Parts) -> None:
+    """What the checks themselves make the parts open is there before they count."""
+    for name in INSTANCES:
+        await asyncio.to_thread(parts.ledger, name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.random_kills", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are thrown")
+    parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    given = parser.parse_args(argv)
+    seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
+    with tempfile.TemporaryDirectory(prefix="pdcore-chaos-") as folder:
+        report = run(given.seconds, seed, Path(folder))
+    print(json.dumps(report, indent=None if given.json else 2), flush=True)
+    return 0 if report["is_clean"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
