@@ -19,6 +19,11 @@ HTTP_PORTS: Final = {"prefill": 8001, "decode": 8100, "router": ROUTER_HTTP_PORT
 BOOTSTRAP_PORT: Final = 18800
 LOOPBACK: Final = "127.0.0.1"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "::1"})
+_WILDCARDS: Final = frozenset({"*", "0.0.0.0", "::"})
+
+
+def _is_loopback(host: str) -> bool:
+    return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
 def _as_ports(values: Iterable[int]) -> tuple[int, ...]:
@@ -56,6 +61,16 @@ class DisaggConfig:
                 f"node_index must be below the number of ips ({len(self.ips)}), "
                 f"got {self.node_index}"
             )
+        if self.local_ip in _WILDCARDS:
+            raise ValueError(
+                f"local_ip is {self.local_ip}, an address that nobody can connect to: "
+                "name this node's own one, which other hosts use"
+            )
+        if _is_loopback(self.local_ip) and self.other_hosts:
+            raise ValueError(
+                f"local_ip is {self.local_ip}, where {', '.join(self.other_hosts)} would reach "
+                "itself and not this node: name this node's own address (--ips, --node-index)"
+            )
 
     @property
     def port(self) -> int:
@@ -66,11 +81,7 @@ class DisaggConfig:
         """Hosts that are named and are not this one, which is ``local_ip`` and loopback."""
         asked = (address.rpartition(":")[0] or address for address in self.allowed_bootstraps)
         named = dict.fromkeys(host.strip("[]") for host in (*self.ips, *asked))
-        return tuple(
-            host
-            for host in named
-            if host not in (self.local_ip, *_LOOPBACK_NAMES) and not host.startswith("127.")
-        )
+        return tuple(host for host in named if host != self.local_ip and not _is_loopback(host))
 
 
 @attrs.frozen

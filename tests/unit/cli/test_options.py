@@ -113,7 +113,15 @@ def test_workplace_makes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("disagg", "named"),
     [
-        ({"role": "decode", "allowed_bootstraps": ["10.0.0.1:18800"]}, "10.0.0.1"),
+        (
+            {
+                "role": "decode",
+                "local_ip": "10.0.0.9",
+                "ips": ["10.0.0.9"],
+                "allowed_bootstraps": ["10.0.0.1:18800"],
+            },
+            "10.0.0.1",
+        ),
         ({"local_ip": "10.0.0.1", "ips": ["10.0.0.1", "10.0.0.2"]}, "10.0.0.2"),
     ],
 )

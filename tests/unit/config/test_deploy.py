@@ -91,6 +91,25 @@ def test_node_index_must_be_in_ips() -> None:
         DisaggConfig(node_index=1)
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "*"])
+def test_a_wildcard_is_bound_and_never_advertised(address: str) -> None:
+    """vllm #27083: others connect to what is advertised."""
+    assert DisaggConfig(host="0.0.0.0", local_ip="10.0.0.1", ips=("10.0.0.1",)).local_ip
+    with pytest.raises(ValueError, match=r"local_ip .*nobody can connect to: name this node's"):
+        DisaggConfig(local_ip=address)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"ips": ("127.0.0.1", "10.0.0.2")}, {"role": "decode", "allowed_bootstraps": ("10.0.0.2:1",)}],
+)
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_is_not_advertised_to_other_hosts(address: str, others: dict[str, object]) -> None:
+    """vllm #27083: the default address of one host, told to another, is that one's own."""
+    with pytest.raises(ValueError, match=rf"local_ip is {address}, where 10\.0\.0\.2 would"):
+        DisaggConfig(local_ip=address, **others)
+
+
 def test_server_bounds() -> None:
     with pytest.raises(ValueError, match=r"request_timeout_s must be >= 0\.1 s"):
         ServerConfig(request_timeout_s=0.0)
