@@ -12,11 +12,16 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdcore.fsm.events import Event
 
 log = logging.getLogger(__name__)
+
+#: Calls at once. One bootstrap server that accepts and never answers holds a thread for its
+#: whole time-out; the others must not wait behind it. There is one call per address at a
+#: time, and an idle thread is used before a new one starts, so most of them never exist.
+MAX_THREADS: Final = 32
 
 #: ``failed(error)``: the event that answers for a call that raised.
 FailedCall = Callable[[BaseException], Event]
@@ -39,7 +44,7 @@ class BackgroundCalls(Protocol):
 class Background:
     """``run`` from the loop's thread, ``wake`` from any."""
 
-    def __init__(self, num_threads: int = 2) -> None:
+    def __init__(self, num_threads: int = MAX_THREADS) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="pdcore-background")
         self._events: deque[Event] = deque()
         # A socketpair works wherever Python does; eventfd would be Linux only.

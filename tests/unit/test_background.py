@@ -185,3 +185,32 @@ def test_d46_a_message_is_never_left_behind_its_wake_up(background: Background) 
         background.poll()
         taken += len(port.receive())
     assert taken == 300
+
+
+def check_hung_calls_hold_up_nobody(background: Background, patience_s: float) -> None:
+    gate = threading.Event()
+
+    def hang() -> Event:
+        gate.wait(PATIENCE_S)
+        return answer("hung")
+
+    try:
+        for _ in range(8):
+            background.run(hang, failed)
+        background.run(lambda: answer("quick"), lambda error: answer("failed"))
+        assert next_events(background, patience_s=patience_s) == [answer("quick")]
+    finally:
+        gate.set()
+        background.close()
+
+
+def test_servers_that_never_answer_do_not_hold_up_the_others() -> None:
+    """vllm-ascend layerwise connector: a pool whose threads all wait for a server that
+    accepted and says nothing; here every address may do that."""
+    check_hung_calls_hold_up_nobody(Background(), PATIENCE_S)
+
+
+def test_the_mutant_with_two_threads_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        # However long one waits: its threads are all held.
+        check_hung_calls_hold_up_nobody(Background(num_threads=2), 0.05)
