@@ -167,11 +167,21 @@ class PeerMemory:
         for first, end in _runs(granules):
             for at in range(first, end, _POPULATE_GRANULES):
                 stop = min(end, at + _POPULATE_GRANULES)
-                populate(self._mapping, *self._span(at, stop), write=False)
+                self._map(at, stop)
                 done += stop - at
                 if done >= _POPULATE_GRANULES:
                     yield 0
                     done = 0
+
+    def _map(self, first: int, end: int) -> None:
+        if first == 0 and self._phase:
+            # The kernel's fault-around starts where a mapping starts, if that is not
+            # aligned, and would reach into the next granule, uncounted. Populating for
+            # writing maps page by page.
+            populate(self._mapping, *self._span(0, 1), write=True)
+            first = 1
+        if first < end:
+            populate(self._mapping, *self._span(first, end), write=False)
 
     def give_back(self, granules: Int64Array) -> Int64Array:
         """Unmap what no window uses; the rest is returned. With the lock held."""
