@@ -41,11 +41,11 @@ from pdcore.fsm.effects import (
     SendMessage,
 )
 from pdcore.fsm.events import (
+    ConnectFailed,
     Event,
     HandleEnded,
     LeaseRevoked,
     PeerLost,
-    PeerUnreachable,
     TopologyFetched,
 )
 from pdcore.scheduler.consensus import Consensus
@@ -199,7 +199,7 @@ class Executor:
             self._session(effect.peer, effect.endpoint)
         except TransportError as error:
             detail = f"its data plane cannot be reached: {error}"
-            return [PeerUnreachable(effect.peer.incarnation, detail)]
+            return [ConnectFailed(effect.peer.incarnation, detail)]
         return []
 
     def _session(self, peer: PeerRef, descriptor: bytes) -> PeerSession:

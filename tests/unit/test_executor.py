@@ -41,11 +41,11 @@ from pdcore.fsm.effects import (
     SendMessage,
 )
 from pdcore.fsm.events import (
+    ConnectFailed,
     Event,
     HandleEnded,
     LeaseRevoked,
     PeerLost,
-    PeerUnreachable,
     TopologyFetched,
     VotesReduced,
 )
@@ -357,7 +357,7 @@ def test_a_connection_is_opened_before_anything_is_posted(make_pair) -> None:
 def test_a_connection_that_cannot_be_opened_proves_no_death(make_pair, endpoint: bytes) -> None:
     pair = make_pair()
     (told,) = pair.run(ConnectPeer(DECODE, endpoint))
-    assert isinstance(told, PeerUnreachable)
+    assert isinstance(told, ConnectFailed)
     assert told.incarnation == DECODE.incarnation
 
 
@@ -381,7 +381,7 @@ def check_a_stopped_peer_costs_one_try(pair: Pair, connects: CountedConnects) ->
     connect = ConnectPeer(DECODE, pair.decode_setup.endpoint())
     for now in (10.0, 10.0, 12.0, 14.9):
         (lost,) = pair.run(connect, now=now)
-        assert isinstance(lost, PeerUnreachable)
+        assert isinstance(lost, ConnectFailed)
         assert "no answer within 1.0 s" in lost.detail
         (ended,) = pair.run(pair.post(1), now=now)
         assert isinstance(ended, HandleEnded)

@@ -82,13 +82,26 @@ class CoreLimits:
     heartbeat_misses: int = bounded(
         5, "probes", "unanswered in a row before a peer is Suspect", low=1, seed="3"
     )
+    peer_failures: int = bounded(
+        3,
+        "times",
+        "transfers or handshakes in a row that fail before a peer gets no new work (R49, D25)",
+        low=1,
+        seed="3",
+    )
+    peer_cooldown_s: float = bounded(
+        10.0,
+        "s",
+        "without new work for a peer that failed or fell silent, then one request tries it (D25)",
+        low=0.001,
+    )
     clock_skew_s: float = bounded(
         5.0, "s", "a request's absolute expiry may be off by this much (rule 8)", low=0.0
     )
     quarantine_share: float = bounded(
         0.5,
         "share",
-        "of blocks held by one stuck peer; beyond it no more grants (rule 6)",
+        "of a rank's blocks kept out by one peer; beyond it no more handshakes or grants (rule 6)",
         low=0.0,
         high=1.0,
     )

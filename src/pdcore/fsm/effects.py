@@ -45,7 +45,7 @@ class PostTransfer(Effect, frozen=True, gc=False):
 class ConnectPeer(Effect, frozen=True, gc=False):
     """Open the data plane to this process life before it is asked for a grant: from then on
     its transport sees our death, so a grant it gives is never open for ever (rule 3). Does
-    nothing when the session exists; a failure comes back as ``PeerLost``."""
+    nothing when the session exists; a failure comes back as ``ConnectFailed``."""
 
     peer: PeerRef
     endpoint: bytes

@@ -47,6 +47,13 @@ class PeerLost(Event, frozen=True, gc=False):
     detail: str = ""
 
 
+class ConnectFailed(Event, frozen=True, gc=False):
+    """Prefill: the data plane to a peer could not be opened. Proves nothing about it."""
+
+    incarnation: Incarnation
+    detail: str
+
+
 class TopologyFetched(Event, frozen=True, gc=False):
     """Exactly one of ``route`` and ``failure``."""
 

@@ -123,7 +123,6 @@ class DecodeCore:
             case TopologyFetched():
                 self.prealloc.record(event, now)
             case PeerLost():
-                self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
                 gone = PeerRef("", 0, event.incarnation, "")
                 self.inbox.lose_peer(gone, event.detail, event.fenced, now)
             case LeaseRevoked():
@@ -134,6 +133,8 @@ class DecodeCore:
             # At once: the next request must not be sent to a process that is gone.
             self.prealloc.topologies.end(incarnation)
         self.inbox.restarted.clear()
+        if self.rooms.shed:
+            self.inbox.shed(now)
 
     def handle_timeout(self, now: float) -> None:
         """Deadlines, resends, drains and route retries that are due at ``now``."""
@@ -150,6 +151,8 @@ class DecodeCore:
                 if receiver.state is S.DONE:
                     self.running.stop(record, finish_reason_of(late), late, now)
                 else:
+                    for peer in record.unheard():
+                        self.rooms.peer_failed(peer, "a handshake went unanswered", now)
                     self.rooms.emit(record, receiver.deadline_expired(late), now)
             elif kind == "resend":
                 self.rooms.resend(record, now)
@@ -159,6 +162,8 @@ class DecodeCore:
                 self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
             else:
                 self.rooms.forget(key)
+        if self.rooms.shed:
+            self.inbox.shed(now)
 
     def tick(self, now: float) -> None:
         """Offer admission, then start the vote of this loop iteration."""
@@ -216,12 +221,9 @@ class DecodeCore:
         if kind == "quarantine":
             self.rooms.age_quarantine(now)
             return
-        beats, suspects = self.rooms.peers.beat(self.rooms.needed_peers())
-        self.rooms.out.extend(beats)
-        for peer in suspects:
+        for peer in self.rooms.beat(now):
             # Whoever comes next asks for the route again: the rank may have moved.
             self.prealloc.topologies.forget(peer.incarnation)
-        self.rooms.arm_heartbeat(now)
 
     def _commit(self, record: DecodeRecord, outcome: int, now: float) -> None:
         """Apply the group's outcome and what follows from the new state, in one tick."""

@@ -33,11 +33,11 @@ from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import MetadataRecord, hash_token_ids
 from pdcore.kv.plan import lease_ranges
 from pdcore.kv.slots import MetadataSlot, MetadataSlots
-from pdcore.scheduler.peers import PeeredRooms
+from pdcore.scheduler.peers import PeeredRooms, name_of
 from pdcore.scheduler.queues import RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import NULL_BLOCK, GenerateRequest, Incarnation, LeaseId, PeerRef
+from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
 
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
@@ -73,8 +73,26 @@ class DecodeRecord(RoomRecord):
         state = self.receiver.state
         return state is ReceiverState.FAILED or (state is ReceiverState.DONE and self.is_reported)
 
+    @property
+    def is_draining(self) -> bool:
+        return self.receiver.state is ReceiverState.DRAINING
+
+    @property
+    def seq_id(self) -> int:
+        return self.seq.seq_id
+
     def peers(self) -> list[PeerRef]:
         return [target.peer for target in self.receiver.targets.values()]
+
+    def awaited(self) -> list[PeerRef]:
+        targets = self.receiver.targets.values()
+        return [t.peer for t in targets if t.nonce is not None and not t.over]
+
+    def unheard(self) -> list[PeerRef]:
+        """Handshakes that nobody answered with a claim or an outcome."""
+        if self.receiver.state is not ReceiverState.TRANSFERRING:
+            return []
+        return [t.peer for t in self.receiver.targets.values() if not t.answered]
 
     def __repr__(self) -> str:
         return f"DecodeRecord({self.receiver!r}, {self.seq!r})"
@@ -189,7 +207,7 @@ class DecodeInbox:
 
     def receive(self, event: MessageReceived, now: float) -> None:
         peer, message = event.sender, event.message
-        self.rooms.peers.heard(peer.incarnation)
+        self.rooms.heard(peer.incarnation)
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
@@ -227,7 +245,7 @@ class DecodeInbox:
             return
         target = record.receiver.targets.get(payload.peer.rank)
         is_granted = target is not None and target.nonce == message.nonce
-        out = [] if is_granted else self._over_share(payload.peer.incarnation)
+        out = [] if is_granted else self.rooms.kept_out(payload.peer.incarnation)
         if out and not any(one.is_stuck for one in out):
             # An ordinary drain, perhaps of one large request: it ends in a moment, and the
             # claim is resent. Nobody else's request fails for it.
@@ -237,8 +255,8 @@ class DecodeInbox:
             self.rooms.out.append(SendMessage(payload.peer, refuse))
             why = failure(
                 "unavailable",
-                f"prefill {payload.peer.instance} rank {payload.peer.rank} does not acknowledge "
-                "earlier transfers; it gets no new ones until it does",
+                f"prefill {name_of(payload.peer)} does not acknowledge earlier transfers; it "
+                "gets no new ones until it does",
             )
             self.rooms.emit(record, record.receiver.failed_locally(why), now)
             return
@@ -247,35 +265,20 @@ class DecodeInbox:
             record.mark("granted", now)
         self.rooms.emit(record, effects, now)
 
-    def _over_share(self, incarnation: Incarnation) -> list[DecodeRecord]:
-        """Rule 6: whoever keeps more than ``quarantine_share`` of the pool out gets no grants.
-        The rooms that keep it out, or none while it is less."""
-        rooms = self.rooms
-        ledgers = rooms.blocks.ledger().values()
-        if not any(ledger.quarantined for ledger in ledgers):
-            return []
-        draining = [
-            record
-            for record in rooms.records_of(incarnation)
-            if record.receiver.state is ReceiverState.DRAINING
-        ]
-        out = sum(
-            len(table) - table.count(NULL_BLOCK)
-            for record in draining
-            for table in rooms.blocks.get_block_ids(record.seq.seq_id).values()
-        )
-        total = sum(ledger.total for ledger in ledgers)
-        return draining if out > rooms.limits.quarantine_share * total else []
-
     def _status(self, payload: StatusFrom, now: float) -> None:
         message = payload.message
         record = self.rooms.records.get(message.key)
         if record is not None:
             if record.receiver.is_done_of_grant(payload):
+                self.rooms.breakers.succeeded(payload.peer.incarnation)
                 for stage, seconds in message.timings.items():
                     record.timeline.setdefault(f"prefill_{stage}", seconds)
                 record.mark("received", now)
+            had_failed = record.receiver.failure is not None
             self.rooms.emit(record, record.receiver.status_received(payload), now)
+            why = record.receiver.failure
+            if not had_failed and why is not None and why.code == "transfer_failed":
+                self.rooms.peer_failed(payload.peer, why.detail, now)
         elif message.kind is not StatusKind.QUEUED:
             # Nothing of the room is left here: let the sender stop resending.
             ack = StatusAck(message.key, message.lease, message.kind)
@@ -308,6 +311,7 @@ class DecodeInbox:
         a fence its claims stay open: ask the transport for one (rule 2). It can answer,
         because a prefill rank connects before it claims."""
         self.restarted.append(peer.incarnation)
+        self.rooms.peer_died(peer.incarnation, detail, fenced)
         for record in self.rooms.records_of(peer.incarnation):
             receiver = record.receiver
             if fenced:
@@ -320,3 +324,27 @@ class DecodeInbox:
             self.rooms.emit(record, receiver.failed_locally(lost), now)
         if not fenced:
             self.rooms.out.append(FencePeer(peer))
+
+    def shed(self, now: float) -> None:
+        """Peers that get no new work from now on: who only waits for one of them fails at
+        once, while another pair may still serve it (D25). Who was granted waits on: what is
+        on its way may arrive, and silence frees nothing (D3)."""
+        peers, self.rooms.shed = self.rooms.shed, []
+        for peer in peers:
+            for record in self.rooms.records_of(peer.incarnation):
+                receiver = record.receiver
+                is_early = receiver.state in (
+                    ReceiverState.BOOTSTRAPPING,
+                    ReceiverState.WAITING_FOR_INPUT,
+                )
+                if is_early or peer in record.unheard():
+                    why = self.rooms.why_no_work(peer, record.key, now)
+                    if why is not None:
+                        self.rooms.emit(record, receiver.failed_locally(why), now)
+
+    def evict(self, incarnation: Incarnation, detail: str, now: float) -> None:
+        """That life left its place in the route: its rooms fail (D32). No proof of death, so
+        no block comes back for it: their claims end by an acknowledgement or a fence."""
+        for record in self.rooms.records_of(incarnation):
+            lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
+            self.rooms.emit(record, record.receiver.failed_locally(lost), now)

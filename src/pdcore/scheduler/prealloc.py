@@ -8,7 +8,7 @@ who does not fit blocks those behind (no head-of-line blocking).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pdcore.errors import failure
 from pdcore.fsm.effects import FetchTopology
@@ -16,7 +16,7 @@ from pdcore.fsm.events import TopologyFetched
 from pdcore.scheduler.admission import AdmissionLine
 from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
 from pdcore.scheduler.topologies import Topologies, TopologyEntry
-from pdcore.types import Failure, RoomKey
+from pdcore.types import Failure, PeerRef, RoomKey
 
 
 class Preallocation:
@@ -91,12 +91,28 @@ class Preallocation:
                 reason = targets
             else:
                 peers, record.num_required = targets
-                record.mark("mapped", now)
-                self.rooms.emit(record, receiver.topology_mapped(peers), now)
-                return True
+                reason = self._may_use(record, peers, now)
+                if reason is None:
+                    record.mark("mapped", now)
+                    self.rooms.emit(record, receiver.topology_mapped(peers), now)
+                    return True
         if reason is not None:
             self.rooms.emit(record, receiver.failed_locally(reason), now)
         return True
+
+    def _may_use(
+        self, record: DecodeRecord, peers: Sequence[PeerRef], now: float
+    ) -> Failure | None:
+        """A peer that is silent, failing or stuck gets no handshake (D25, rule 6): the
+        request fails at once, while another pair may still serve it."""
+        key = record.key
+        for peer in peers:
+            why = self.rooms.why_no_work(peer, key, now)
+            if why is not None:
+                return why
+        for peer in peers:
+            self.rooms.breakers.begin(peer.incarnation, key)
+        return None
 
     def enter(self, record: DecodeRecord) -> None:
         """Mapped: join the end of the admission line."""

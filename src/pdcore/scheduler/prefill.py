@@ -23,6 +23,7 @@ from pdcore.errors import EngineError, failure
 from pdcore.fsm.commit import commit_sender
 from pdcore.fsm.effects import Effect, ReportAccepted
 from pdcore.fsm.events import (
+    ConnectFailed,
     Event,
     HandleEnded,
     MessageReceived,
@@ -41,6 +42,7 @@ from pdcore.scheduler.batch import (
     commit_prefill,
     select_prefill,
 )
+from pdcore.scheduler.prefill_losses import fail_unconnected, shed_waiting
 from pdcore.scheduler.prefill_rooms import PrefillInbox, PrefillRecord, PrefillRooms
 from pdcore.scheduler.queues import Tombstone, finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.setup import CoreSetup
@@ -131,24 +133,27 @@ class PrefillCore:
                 self.rooms.tombstones.put(event.key, Tombstone(event.failure), now)
                 self.inbox.answer_parked(event.key, now)
             case PeerLost():
-                self.rooms.peers.died(event.incarnation, event.detail, event.fenced)
-                self.inbox.lose_peer(event.incarnation, event.detail, now)
+                self.inbox.lose_peer(event.incarnation, event.detail, now, event.fenced)
+            case ConnectFailed():
+                fail_unconnected(self.rooms, event, now)
             case _:
                 self.inbox.num_ignored += 1
+        if self.rooms.shed:
+            shed_waiting(self.rooms, now)
 
     def handle_timeout(self, now: float) -> None:
         """Deadlines, resends and drains that are due at ``now``."""
         for kind, key in self.rooms.timers.pop_due(now):
             if not isinstance(key, RoomKey):
-                beats, _ = self.rooms.peers.beat(self.rooms.needed_peers())
-                self.rooms.out.extend(beats)
-                self.rooms.arm_heartbeat(now)
+                self.rooms.beat(now)
                 continue
             record = self.rooms.records.get(key)
             if record is None:
                 continue
             sender = record.sender
             if kind == "deadline":
+                for peer in record.unheard():
+                    self.rooms.peer_failed(peer, "a claim went unanswered", now)
                 late = failure("deadline_exceeded", f"prefill was in {sender.state.value}")
                 self.rooms.emit(record, sender.deadline_expired(late), now)
             elif kind == "resend":
@@ -162,6 +167,8 @@ class PrefillCore:
                 self.rooms.timers.arm("linger", key, record.deadline_s)
             else:
                 self.rooms.forget(key)
+        if self.rooms.shed:
+            shed_waiting(self.rooms, now)
 
     def tick(self, now: float) -> None:
         """Start the vote of this loop iteration (architecture, section 9)."""
@@ -274,6 +281,8 @@ class PrefillCore:
                 self.rooms.timers.disarm("drain", key)
                 self.rooms.timers.arm("linger", key, now + self.setup.limits.linger_s)
                 if after is S.DONE:
+                    for peer in record.peers():
+                        self.rooms.breakers.succeeded(peer.incarnation)
                     self.rooms.report(record, FinishReason.STOP, None, now)
             if not sender.unanswered():
                 self.rooms.forget(key)

@@ -71,8 +71,25 @@ class PrefillRecord(RoomRecord):
         """Reported, and nothing of it can touch blocks any more."""
         return self.sender.state in (SenderState.DONE, SenderState.FAILED)
 
+    @property
+    def is_draining(self) -> bool:
+        return self.sender.state is SenderState.DRAINING
+
+    @property
+    def seq_id(self) -> int:
+        return self.seq.seq_id
+
     def peers(self) -> list[PeerRef]:
         return [leg.peer for leg in self.sender.legs.values()]
+
+    def awaited(self) -> list[PeerRef]:
+        return [leg.peer for leg in self.sender.legs.values() if leg.live]
+
+    def unheard(self) -> list[PeerRef]:
+        """Claims that decode did not answer with a grant or a refusal."""
+        if self.sender.state is not SenderState.WAITING_FOR_INPUT:
+            return []
+        return [leg.peer for leg in self.sender.legs.values() if not leg.granted]
 
     def __repr__(self) -> str:
         return f"PrefillRecord({self.sender!r}, {self.seq!r})"
@@ -118,8 +135,18 @@ class PrefillRooms(PeeredRooms[PrefillRecord]):
             del self._handles[event.handle]
         record = self.records.get(key)
         if record is not None:
+            self._judge(record, event, now)
             record.timeline["transfer_end"] = now - record.accepted_s  # of the last one
             self.emit(record, record.sender.handle_ended(event), now)
+
+    def _judge(self, record: PrefillRecord, event: HandleEnded, now: float) -> None:
+        """A write that failed by itself counts against its peer (D25), one that was called
+        back does not."""
+        if event.failure is None or record.sender.failure is not None:
+            return
+        for leg in record.sender.legs.values():
+            if event.handle in leg.live and event.failure.code == "transfer_failed":
+                self.peer_failed(leg.peer, event.failure.detail, now)
 
     def _post(self, record: PrefillRecord, effect: PostTransfer, now: float) -> None:
         """Live from here on, executed or not (section 3)."""
@@ -177,7 +204,7 @@ class PrefillInbox:
 
     def receive(self, event: MessageReceived, now: float) -> None:
         peer, message = event.sender, event.message
-        self.rooms.peers.heard(peer.incarnation)
+        self.rooms.heard(peer.incarnation)
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
@@ -231,12 +258,13 @@ class PrefillInbox:
         if payload.message.is_dummy:
             self._status(payload, StatusKind.DUMMY, None)
             return
-        problem = self._problem(record, payload)
+        problem = self._problem(record, payload, now)
         if problem is not None:
             self._status(payload, StatusKind.REJECTED, problem)
-            if problem.code == "incompatible":
+            if problem.code in ("incompatible", "unavailable"):
                 self.rooms.emit(record, record.sender.failed_locally(problem), now)
             return
+        self.rooms.breakers.begin(payload.peer.incarnation, key)
         self.rooms.emit(record, record.sender.handshake_received(payload), now)
 
     def _is_oversized(self, message: Handshake) -> bool:
@@ -249,8 +277,8 @@ class PrefillInbox:
             for key, size in sizes.items()
         )
 
-    def _problem(self, record: PrefillRecord, payload: HandshakeFrom) -> Failure | None:
-        """Why this handshake cannot be served, or None (D14, D19, section 2)."""
+    def _problem(self, record: PrefillRecord, payload: HandshakeFrom, now: float) -> Failure | None:
+        """Why this handshake cannot be served, or None (D14, D19, D25, section 2)."""
         message = payload.message
         if not self._is_expected(record, payload.peer):
             return failure(
@@ -271,7 +299,9 @@ class PrefillInbox:
             self.rooms.destination(payload.peer, message.endpoint)
         except (CodecError, IncompatibleError) as error:
             return failure("incompatible", str(error))
-        return None
+        if payload.peer.rank in record.sender.legs:
+            return None  # a repeated one: its work has begun
+        return self.rooms.why_no_work(payload.peer, record.key, now)
 
     def _is_expected(self, record: PrefillRecord, peer: PeerRef) -> bool:
         """Both legs name the chosen instances; nobody else decides anything (section 2)."""
@@ -326,8 +356,11 @@ class PrefillInbox:
         if died is not None:
             self.lose_peer(died.peer.incarnation, died.detail, now)
 
-    def lose_peer(self, incarnation: Incarnation, detail: str, now: float) -> None:
+    def lose_peer(
+        self, incarnation: Incarnation, detail: str, now: float, fenced: bool = False
+    ) -> None:
         """Fails exactly the rooms of that process life (architecture, section 2)."""
+        self.rooms.peer_died(incarnation, detail, fenced)
         for record in self.rooms.records_of(incarnation):
             lost = failure("peer_lost", f"a decode rank is gone: {detail}")
             self.rooms.emit(record, record.sender.failed_locally(lost), now)

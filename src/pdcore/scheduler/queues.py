@@ -111,8 +111,22 @@ class RoomRecord:
         """Has its result, and nothing of it can touch blocks any more."""
         raise TypeError("a room record has an end: use a subclass")
 
+    @property
+    def is_draining(self) -> bool:
+        """Answered, and somebody may still touch its blocks."""
+        raise TypeError("a room record may drain: use a subclass")
+
+    @property
+    def seq_id(self) -> int:
+        """Under which its blocks are kept."""
+        raise TypeError("a room record has a sequence: use a subclass")
+
     def peers(self) -> list[PeerRef]:
         """The ranks at the other end."""
+        raise TypeError("a room record has peers: use a subclass")
+
+    def awaited(self) -> list[PeerRef]:
+        """Those of them that may still touch its blocks."""
         raise TypeError("a room record has peers: use a subclass")
 
     def mark(self, point: str, now: float) -> None:

@@ -7,8 +7,9 @@ import pytest
 from pdcore.config import CoreLimits
 from pdcore.control.messages import Heartbeat
 from pdcore.engine.simulated import simulated_tokens
-from pdcore.fsm.effects import Effect, SendMessage
+from pdcore.fsm.effects import Effect, ForgetPeer, SendMessage
 from pdcore.fsm.states import PeerState, ReceiverState
+from pdcore.scheduler.breaker import Breakers
 from pdcore.scheduler.peers import PeerBook
 from pdcore.testing.world import World, make_world
 from pdcore.transports.base import Revocation
@@ -273,3 +274,150 @@ def test_a_dead_writer_seen_by_the_transport_waits_for_its_last_byte() -> None:
     assert record.receiver.state is ReceiverState.DRAINING
     assert world.decode.worker.core.blocks.audit()["full"].quarantined > 0
     check_all_back(world)
+
+
+# --- no new work ------------------------------------------------------------------------
+
+
+def test_the_dead_and_the_silent_that_nobody_needs_lose_their_connections() -> None:
+    """vllm #58063: nothing of a process that is gone is kept. A successor at the same
+    address keeps the connection, and a living peer without rooms keeps its own."""
+    book = PeerBook(1)
+    book.beat([A, B])
+    book.died(A.incarnation, "killed", True)
+    book.heard(B.incarnation)
+    assert book.beat([])[0] == [ForgetPeer(A)]
+    book.beat([A])
+    book.died(A.incarnation, "killed", True)
+    reborn = peer("a", life=9)
+    assert not any(isinstance(e, ForgetPeer) for e in book.beat([reborn])[0])
+    book.beat([reborn])
+    assert book.suspects() == [reborn]
+    assert book.beat([])[0] == [ForgetPeer(reborn)]
+
+
+def test_a_fence_after_the_death_is_recorded() -> None:
+    book = PeerBook(1)
+    book.beat([A])
+    book.died(A.incarnation, "killed", False)
+    assert not book.peers[A.incarnation].is_fenced
+    book.died(A.incarnation, "its last write landed", True)
+    assert book.peers[A.incarnation].is_fenced
+
+
+def test_a_suspect_recovers_with_its_first_word() -> None:
+    book = PeerBook(1)
+    book.beat([A])
+    book.beat([A])
+    assert book.state_of(A.incarnation) is PeerState.SUSPECT
+    book.heard(A.incarnation)
+    assert book.state_of(A.incarnation) is PeerState.HEALTHY
+    assert book.state_of(B.incarnation) is PeerState.UNKNOWN
+
+
+def until_suspect(world: World, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Prefill's worker is stopped while a granted room depends on it, its leader goes on;
+    returns when it was noticed."""
+    until_granted(world)
+    monkeypatch.setattr(world.prefill.worker, "step", lambda max_wait_s: False)
+    peers = world.decode.worker.core.rooms.peers
+    world.run(lambda: bool(peers.suspects()))
+    return world.clock.monotonic()
+
+
+def why(world: World, key: RoomKey) -> str:
+    result = world.decode.result(key)
+    assert result is not None
+    assert result.failure is not None
+    return result.failure.detail
+
+
+def check_a_suspect_gets_no_new_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    noticed_s = until_suspect(world, monkeypatch)
+    key = world.submit(PROMPT, sampling=FIVE, to=("decode",))
+    world.run(lambda: world.decode.result(key) is not None)
+    assert code(world, key) == "unavailable"
+    assert world.clock.monotonic() - noticed_s < 1.0
+    assert why(world, key) == "prefill rank 0: it has not answered 5 heartbeats in a row"
+
+
+def test_a_suspect_gets_no_new_work_and_gets_it_again_with_its_first_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Suspect stops new work at once, frees nothing, and is reversible."""
+    world = make_world(stepped=True, num_blocks=60, limits=CHUNKS)
+    check_a_suspect_gets_no_new_work(world, monkeypatch)
+    monkeypatch.undo()
+    assert world.decode.worker.core.rooms.refused_peers().keys() == {"prefill"}
+    world.run(lambda: drained(world))
+    check_next_request_works(world)
+    assert world.decode.worker.core.rooms.refused_peers() == {}
+    check_all_back(world)
+
+
+def test_a_suspect_that_gets_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: silence is noticed and nothing follows."""
+    world = make_world(stepped=True, num_blocks=60, limits=CHUNKS)
+    rooms = world.decode.worker.core.rooms
+    rooms.why_no_work = lambda *_: None
+    with pytest.raises(AssertionError):
+        check_a_suspect_gets_no_new_work(world, monkeypatch)
+
+
+def test_who_waits_for_a_peer_that_fell_silent_fails_at_once() -> None:
+    """Handshake silence: nobody answered, nothing was granted, another pair may serve it. Its
+    blocks come back at once. Who was granted waits on."""
+    world = make_world(stepped=True, num_blocks=60, limits=CHUNKS)
+    granted = until_granted(world)
+    silent = world.ranks.pop("prefill")
+    key = world.submit(PROMPT, sampling=FIVE, to=("decode",))
+    world.run(lambda: world.decode.result(key) is not None)
+    assert code(world, key) == "unavailable"
+    core = world.decode.worker.core
+    assert core.rooms.records[key].receiver.state is ReceiverState.FAILED
+    assert world.decode.result(granted) is None
+    assert core.blocks.audit()["full"].leased > 0
+    world.ranks["prefill"] = silent
+    check_all_back(world)
+
+
+def outcome(world: World) -> str | None:
+    """Of one request; what decode refuses is cancelled at prefill, as the router does."""
+    key = world.submit(PROMPT, sampling=FIVE)
+    world.run(lambda: world.fabric.step() is None and world.decode.result(key) is not None)
+    world.abort(key, at="prefill")
+    world.run(lambda: drained(world))
+    return code(world, key)
+
+
+def check_a_broken_pair_is_left_alone(world: World) -> None:
+    """Every transfer fails by itself; handshakes, claims and heartbeats go on."""
+    incarnation = world.prefill.worker.core.setup.me.incarnation
+    codes = []
+    for _ in range(6):
+        world.fabric.faults(incarnation).fail_after_chunks = 0
+        codes.append(outcome(world))
+    assert codes == ["transfer_failed"] * 3 + ["unavailable"] * 3
+
+
+def test_d25_transfers_that_fail_stop_new_work_until_one_succeeds() -> None:
+    """D25, vllm PR #55471: the pair is broken while both ends are well. After the cool-down
+    one request tries it, and its success closes the breaker on both sides."""
+    world = make_world(stepped=True, num_blocks=60)
+    check_a_broken_pair_is_left_alone(world)
+    incarnation = world.prefill.worker.core.setup.me.incarnation
+    world.fabric.faults(incarnation).fail_after_chunks = None
+    assert world.decode.worker.core.rooms.refused_peers().keys() == {"prefill"}
+    assert world.prefill.worker.core.rooms.refused_peers().keys() == {"decode"}
+    world.clock.advance(10.0)
+    check_next_request_works(world)
+    for rank in world.ranks.values():
+        assert rank.worker.core.rooms.refused_peers() == {}
+    check_all_back(world)
+
+
+def test_d25_the_seeds_rule_is_caught_in_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D25: any message closes the breaker, so it never bites."""
+    monkeypatch.setattr(Breakers, "heard", Breakers.succeeded)
+    with pytest.raises(AssertionError):
+        check_a_broken_pair_is_left_alone(make_world(stepped=True, num_blocks=60))
