@@ -27,16 +27,21 @@ from pdcore.control.messages import (
     Tokens,
     WorkerMessage,
 )
+from pdcore.engine.base import Allocate
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import failure
 from pdcore.fsm.events import Event, TopologyFetched
+from pdcore.kv.spec import KVPlacement
 from pdcore.local import LocalPort
 from pdcore.scheduler.route import route_of
-from pdcore.transports.base import Revocation
+from pdcore.transports.base import Revocation, Transport
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
 from pdcore.types import Incarnation, Role, RoomKey, SamplingParams
 from pdcore.worker import Worker
+
+#: ``make(incarnation, name)``: the transport of a rank's next process life.
+MakeTransport = Callable[[Incarnation, str], Transport]
 
 
 class TcpNamed:
@@ -69,7 +74,7 @@ class RankOptions:
     role: Role
     num_blocks: int
     limits: CoreLimits
-    revocation: Revocation
+    make_transport: MakeTransport
 
 
 @attrs.define(eq=False)
@@ -80,6 +85,8 @@ class Rank:
     worker: Worker
     port: LocalPort
     said: list[WorkerMessage]
+    #: Its KV memory by region id, as peers write it.
+    memory: dict[int, memoryview] = attrs.field(factory=dict, repr=False)
 
     def result(self, key: RoomKey) -> Finished | None:
         return next((m for m in self.said if isinstance(m, Finished) and m.key == key), None)
@@ -217,19 +224,25 @@ def make_world(
     stepped: bool = False,
     manual: bool = False,
     revocation: Revocation = Revocation.SENDER_ACK,
+    transport: MakeTransport | None = None,
 ) -> World:
     """One prefill and one decode rank over loopback. ``stepped`` leaves the fabric to the
     caller (``world.fabric.step``), so that writes land when the test says so; ``manual``
-    leaves it every control frame (``world.network.deliver``, ``drop``, ``duplicate``)."""
+    leaves it every control frame (``world.network.deliver``, ``drop``, ``duplicate``).
+    ``transport``: what moves KV instead of loopback; nothing then steps the fabric."""
     clock = ManualClock(start_s=1000.0)
     network = MemoryNetwork(clock, faults, seed=seed, manual=manual)
     fabric = LoopbackFabric(stepped=stepped)
     rng = random.Random(seed)
     config = model or SimulatedConfig(block_size=4, max_model_len=512, verify_all=True)
     world = World(clock, network, fabric, config, {}, rng, is_manual=manual)
+
+    def loopback(incarnation: Incarnation, name: str) -> Transport:
+        return LoopbackTransport(incarnation, fabric, revocation=revocation, address=name)
+
     for role in (Role.PREFILL, Role.DECODE):
         blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
-        options = RankOptions(role, blocks, limits or CoreLimits(), revocation)
+        options = RankOptions(role, blocks, limits or CoreLimits(), transport or loopback)
         world.ranks[role.value] = _make_rank(world, options)
     return world
 
@@ -239,9 +252,10 @@ def _make_rank(world: World, options: RankOptions) -> Rank:
     port = LocalPort(said.append)
     name = options.role.value
     incarnation = Incarnation(world.rng.randbytes(16))
+    memory: dict[int, memoryview] = {}
     worker = build_worker(
-        SimulatedRunner(world.model),
-        LoopbackTransport(incarnation, world.fabric, revocation=options.revocation, address=name),
+        _WatchedRunner(world.model, memory),
+        options.make_transport(incarnation, name),
         TcpNamed(world.network.channel(name), name),
         port,
         WorkerOptions(
@@ -255,7 +269,23 @@ def _make_rank(world: World, options: RankOptions) -> Rank:
         ),
         background=InlineBackground(),
     )
-    return Rank(options, worker, port, said)
+    return Rank(options, worker, port, said, memory)
+
+
+class _WatchedRunner(SimulatedRunner):
+    """Tells where its cache lies."""
+
+    def __init__(self, config: SimulatedConfig, memory: dict[int, memoryview]) -> None:
+        super().__init__(config)
+        self._memory = memory
+
+    def initialize_cache(self, num_blocks: int, allocate: Allocate) -> KVPlacement:
+        def watched(size_bytes: int) -> tuple[int, memoryview]:
+            region_id, buffer = allocate(size_bytes)
+            self._memory[region_id] = buffer
+            return region_id, buffer
+
+        return super().initialize_cache(num_blocks, watched)
 
 
 class InlineBackground:
