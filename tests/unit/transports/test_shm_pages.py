@@ -8,7 +8,6 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import attrs
 import numpy as np
@@ -29,24 +28,13 @@ from pdcore.transports.shm_pages import (
 )
 from pdcore.transports.shm_segment import Segment, attach_segment, create_segment
 from pdcore.types import Incarnation
+from tests.unit.transports.residency import resident_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
 US = Incarnation(b"u" * 16)
 MIB = 1 << 20
 POOL = 24 * MIB
 LIMIT = 4 * MIB
-
-
-def resident_shared() -> int:
-    """Our segments' part of RssShmem, by walking them: the sum in /proc/self/status is
-    kept per processor and off by some pages on several kernels."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024 if ours else 0
-        elif "-" in line.partition(" ")[0]:
-            ours = "memfd:pdcore-kv" in line
-    return total
 
 
 @pytest.fixture(scope="module")

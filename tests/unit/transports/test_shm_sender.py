@@ -14,6 +14,7 @@ from pdcore.transports.base import HandleStatus, RemoteLease
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.shm_links import MAX_OUTBOX
 from pdcore.transports.shm_wire import MAX_PAYLOAD_BYTES, Address, decode_address
+from tests.unit.transports.residency import resident_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
 MIB = 1 << 20
@@ -111,12 +112,6 @@ def test_the_memory_of_a_gone_peer_is_unmapped(harness: RegistryHarness) -> None
     with pytest.raises(PeerGone):
         pair.submit(lease, pair.batch((0, 0, 1)))
     pair.sender.transport.close()
-
-
-def resident_shared() -> int:
-    """RssShmem in bytes; some kernels keep it per processor, some pages off."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
 
 
 def test_copying_through_a_large_pool_keeps_the_sender_small() -> None:
