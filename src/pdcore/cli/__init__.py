@@ -24,8 +24,11 @@ Serve a language model with prefill and decode apart.
 - `pdcore demo` starts a router, a prefill and a decode process on this machine and asks
   the embedded model a few things.
 - `pdcore up --port 8000` keeps such a cluster in the foreground, for your own client:
-  `curl localhost:8000/v1/chat/completions -H 'content-type: application/json'
-  -d '{"messages": [{"role": "user", "content": "Hi"}]}'`
+
+      curl localhost:8000/v1/chat/completions \\
+        -H 'content-type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Hi"}]}'
+
 - `pdcore doctor` says what works on this machine, and what to install for the rest.
 - `pdcore serve --role prefill` (or decode, router) runs one role: one command per node.
 

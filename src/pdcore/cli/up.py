@@ -29,8 +29,11 @@ def up(
     - `pdcore up --model ./my-llama`
     - `pdcore up --simulated`: no model, no torch; prompts are token ids
 
-    Then: `curl localhost:8000/v1/completions -H 'content-type: application/json'
-    -d '{"prompt": "The sea is", "max_tokens": 16}'`
+    Then:
+
+        curl localhost:8000/v1/completions \\
+          -H 'content-type: application/json' \\
+          -d '{"prompt": "The sea is", "max_tokens": 16}'
 
     Parameters
     ----------
