@@ -40,6 +40,8 @@ SHARED_FIELDS: Final = (
 #: How long a registration counts without being renewed; workers renew every third of it.
 LEASE_S: Final = 15.0
 
+_WILDCARDS: Final = frozenset({"", "*", "0.0.0.0", "::"})
+
 
 @attrs.frozen
 class RankTableConfig:
@@ -104,10 +106,12 @@ class RankTable:
     def register(self, registration: RankRegistration, now: float) -> bool:
         """Adopt or renew; True when the route changed (new, restarted or moved rank).
 
-        Raises InvalidRequest for a rank outside the topology, RegistrationConflict for sizes
+        Raises InvalidRequest for a rank outside the topology or at an address that nobody can
+        connect to, RegistrationConflict for sizes
         or shared values that contradict the configuration or a live rank, and for a process
         life that another one has replaced (R24, D31, D32)."""
         self._expire(now)
+        _check_address(registration.rank_ip)
         key = self._place(registration)
         self._check_shared(key, registration)
         rank = self._ranks[key]
@@ -301,6 +305,17 @@ class RoomTable:
 def _check_room(field: str, room: int) -> None:
     if not 0 < room <= MAX_ID:
         raise InvalidRequest(field, f"a room is between 1 and {MAX_ID}, got {room}")
+
+
+def _check_address(rank_ip: str) -> None:
+    """A wildcard is what a socket may bind, never where others find it (R15): in a route it
+    would send every decode to itself."""
+    if rank_ip.strip("[]") in _WILDCARDS:
+        raise InvalidRequest(
+            "rank_ip",
+            f"{rank_ip!r} is an address that nobody can connect to: register the one that decode "
+            "instances reach this rank at",
+        )
 
 
 def _size_and_rank(registration: RankRegistration, axis: str) -> tuple[int, int]:

@@ -157,6 +157,9 @@ def test_d31_ready_means_exactly_the_expected_ranks() -> None:
         ({"attn_tp_rank": 99}, "attn_tp_rank", "must be 0..1, got 99"),
         ({"attn_cp_rank": 1}, "attn_cp_rank", "must be 0..0, got 1"),
         ({"protocol_min": 2}, "protocol_min", "2 is above protocol_max 1"),
+        ({"rank_ip": "0.0.0.0"}, "rank_ip", "nobody can connect to"),
+        ({"rank_ip": "[::]"}, "rank_ip", "nobody can connect to"),
+        ({"rank_ip": ""}, "rank_ip", "nobody can connect to"),
     ],
 )
 def test_d31_out_of_range_is_an_invalid_request(
