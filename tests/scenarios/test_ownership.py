@@ -67,7 +67,7 @@ def check_late_write_hurts_nobody(world: World) -> None:
         if moves:
             world.fabric.step(moves[0])
         if not world.step():
-            world._jump()
+            world.jump()
         if decode_state(world, b) is ReceiverState.DONE:
             break
     while world.fabric.step() is not None:

@@ -282,7 +282,7 @@ def drive(world: World, until: Callable[[], bool], *, max_steps: int = 4000) -> 
         if until():
             return
         if not any(worked):
-            world._jump()
+            world.jump()
     raise AssertionError({n: r.worker.core.snapshot() for n, r in world.ranks.items()})
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pdcore.control.memory import FaultPlan, MemoryNetwork
     from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
     from pdcore.testing.conformance import Report, capability_matrix, run_conformance
+    from pdcore.testing.late_writes import LateWriteReport, run_late_writes
     from pdcore.testing.runner import check_model_runner
     from pdcore.testing.runner_rig import ContractError
     from pdcore.testing.transport_harness import (
@@ -27,6 +28,7 @@ _EXPORTS: Final[dict[str, str]] = {
     "ContractError": "pdcore.testing.runner_rig",
     "FaultPlan": "pdcore.control.memory",
     "Faults": "pdcore.transports.loopback_fabric",
+    "LateWriteReport": "pdcore.testing.late_writes",
     "LoopbackFabric": "pdcore.transports.loopback_fabric",
     "LoopbackHarness": "pdcore.testing.transport_harness",
     "MemoryNetwork": "pdcore.control.memory",
@@ -40,6 +42,7 @@ _EXPORTS: Final[dict[str, str]] = {
     "check_model_runner": "pdcore.testing.runner",
     "make_world": "pdcore.testing.world",
     "run_conformance": "pdcore.testing.conformance",
+    "run_late_writes": "pdcore.testing.late_writes",
     "simulated_tokens": "pdcore.engine.simulated",
 }
 
@@ -47,6 +50,7 @@ __all__ = [
     "ContractError",
     "FaultPlan",
     "Faults",
+    "LateWriteReport",
     "LoopbackFabric",
     "LoopbackHarness",
     "MemoryNetwork",
@@ -60,6 +64,7 @@ __all__ = [
     "check_model_runner",
     "make_world",
     "run_conformance",
+    "run_late_writes",
     "simulated_tokens",
 ]
 

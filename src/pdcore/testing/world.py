@@ -182,7 +182,7 @@ class World:
             if until():
                 return
             if not worked:
-                self._jump()
+                self.jump()
         states = "\n".join(f"{n}: {r.worker.core.snapshot()}" for n, r in self.ranks.items())
         raise AssertionError(f"the condition did not come true in {max_steps} steps\n{states}")
 
@@ -201,7 +201,7 @@ class World:
         """Run until no rank holds a room that can still touch a block."""
         self.run(lambda: not any(r.worker.core.live_keys() for r in self.ranks.values()))
 
-    def _jump(self) -> None:
+    def jump(self) -> None:
         """To the next moment anything is due, a millisecond at least every idle step."""
         now = self.clock.monotonic()
         due = [r.worker.core.poll_deadline() for r in self.ranks.values()]
