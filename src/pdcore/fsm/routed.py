@@ -23,6 +23,8 @@ section 10; each has a counterexample in the protocol models, Q5):
     unless decode already has its KV (D10, D11);
   - a broken connection to prefill is not a failure of prefill: decode decides. A broken
     connection to decode ends the request, and cancels both legs, for decode may be alive;
+  - a prefill instance that is gone for good may have written its KV before: decode is asked
+    to give up unless it has it, and its answer decides;
   - after the first token prefill's outcome changes nothing;
   - only the current attempt's outcomes count, once; those of another attempt are ignored
     and counted.
@@ -125,6 +127,7 @@ ROUTED = Lifecycle(
         "prefill_accepted",
         "prefill_failed",
         "prefill_unknown",
+        "prefill_evicted",
         "first_token",
         "decode_finished",
         "decode_failed",
@@ -140,6 +143,13 @@ ROUTED = Lifecycle(
         Row(S.DISPATCHED, "attempt_lost", S.RETRYING, ("cancel_both",), "is_current"),
         Row(S.DISPATCHED, "prefill_accepted", S.DISPATCHED, ("note_accepted",), "is_current"),
         Row(S.DISPATCHED, "prefill_unknown", S.DISPATCHED, ("note_unknown",), "is_current"),
+        Row(
+            S.DISPATCHED,
+            "prefill_evicted",
+            S.DISPATCHED,
+            ("note_unknown", "cancel_decode_unless_received"),
+            "is_current",
+        ),
         Row(
             S.DISPATCHED,
             "prefill_failed",
@@ -215,6 +225,7 @@ class Routed:
     prefill_accepted: Event[LegReport]
     prefill_failed: Event[LegFailure]
     prefill_unknown: Event[LegFailure]
+    prefill_evicted: Event[LegFailure]
     first_token: Event[LegReport]
     decode_finished: Event[LegReport]
     decode_failed: Event[LegFailure]

@@ -7,15 +7,16 @@ arguments; nothing here blocks or does I/O. Which outcome counts is decided by t
 :mod:`pdcore.fsm.routed`; this module adds what spans requests: which instances, whether a
 failure is worth another attempt, cancels that outlive their request, the bound on all.
 
-Another attempt (D47b) is made at most ``max_retries`` times, only before anything was
-answered, only after a connection that was refused or a 503, and only if another instance can
-take the place of the one that failed. It names the attempt it ``replaces``, which is cancelled.
+Another attempt (D47b) is made only for a loss that another instance could make good
+(:mod:`pdcore.router.retry`), only before anything was answered, within the request's deadline,
+at most ``max_attempts`` in all, and only if other instances can take the place of those that
+lost it. It names the attempt it ``replaces``, which is cancelled and drains beside it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -38,6 +39,7 @@ from pdcore.router.events import (
     CancelAnswered,
     DropLegs,
     EndStream,
+    InstanceEvicted,
     LegAnswered,
     LegLost,
     RouterEffect,
@@ -45,19 +47,21 @@ from pdcore.router.events import (
     StreamBegan,
     StreamEnded,
 )
-from pdcore.router.fleet import Fleet, Health, Member
+from pdcore.router.fleet import Fleet, Member
 from pdcore.router.limits import RouterLimits
-from pdcore.router.live import Live, dispatch
-from pdcore.router.outbox import CancelKey, Outbox, SendCancel
-from pdcore.router.policies import (
-    ClientFields,
-    Rng,
-    choose_dp_rank,
-    choose_pair,
-    find_bootstrap,
-    new_id,
+from pdcore.router.live import Budget, Fallback, Live, dispatch, late
+from pdcore.router.outbox import Outbox
+from pdcore.router.policies import ClientFields, Rng, choose_dp_rank, new_id
+from pdcore.router.retry import (
+    choose,
+    fallback_of,
+    loss_of,
+    named,
+    needed_cancels,
+    pair_after_pause,
+    plan_retry,
 )
-from pdcore.types import Failure
+from pdcore.router.rooms import Rooms
 
 __all__ = ["RouterCore", "RouterLimits"]
 
@@ -65,16 +69,18 @@ _OVER: Final = frozenset({RoutedState.DONE, RoutedState.FAILED, RoutedState.CANC
 
 
 class RouterCore:
+    """``rooms`` are those that clients chose: call :meth:`Rooms.recall` before ``submit``."""
+
     def __init__(self, fleet: Fleet, limits: RouterLimits, rng: Rng) -> None:
         self.fleet = fleet
         self.limits = limits
         self.counters: Counter[str] = Counter()
+        self.rooms = Rooms(limits)
         self._rng = rng
         self._next_ticket = 1
         self._live: dict[int, Live] = {}
-        self._rooms: dict[int, int] = {}
-        self._recent: OrderedDict[int, int] = OrderedDict()
-        self._deadlines: list[tuple[float, int]] = []
+        #: (when, ticket) of every deadline and back-off, and of some that are over.
+        self._due: list[tuple[float, int]] = []
         self._effects: list[RouterEffect] = []
         self._outbox = Outbox(
             initial_s=limits.cancel_initial_s,
@@ -98,18 +104,17 @@ class RouterCore:
             self.counters["overloaded"] += 1
             raise Overloaded(f"{len(self._live)} requests are in flight, the router's limit")
         room = fields.room or new_id(self._rng)
-        pair = self._choose(room, fields, None)
+        prefills, decodes = named(self.fleet, fields)
+        pair = choose(room, prefills, decodes)
         if pair is not None:
             choose_dp_rank(room, pair[0].dp_size, fields.dp_rank)
         replaces = self._replaced(room, fields.replaces, now_s)
-        budget_s = limits.budget_s(fields)
-        live = Live(self._next_ticket, room, fields, replaces)
-        live.expires_at_s = unix_s + budget_s
-        live.deadline_s = now_s + budget_s
+        budget = Budget.begin(limits.budget_s(fields), now_s, unix_s)
+        live = Live(self._next_ticket, room, fields, replaces, budget)
         self._next_ticket += 1
         self._live[live.ticket] = live
-        self._rooms[room] = live.ticket
-        heapq.heappush(self._deadlines, (live.deadline_s + limits.grace_s, live.ticket))
+        self.rooms.enter(room, live.ticket)
+        heapq.heappush(self._due, (live.budget.deadline_s + limits.grace_s, live.ticket))
         self.counters["received"] += 1
         if pair is None:
             detail = self.fleet.problem() or "the instance that was asked for is not ready"
@@ -126,14 +131,17 @@ class RouterCore:
         if isinstance(event, CancelAnswered):
             self._outbox.answer(event.key, is_known=event.is_known, now_s=now_s)
             return
+        if isinstance(event, InstanceEvicted):
+            self._on_evicted(event, now_s)
+            return
         live = self._live.get(event.ticket)
         if live is None:
             self.counters["late"] += 1
-        elif isinstance(event, LegAnswered):
-            self._on_answer(live, event, now_s)
-        elif isinstance(event, LegLost):
-            self._on_lost(live, event, now_s)
+        elif isinstance(event, LegAnswered | LegLost):
+            self._on_leg(live, event, now_s)
         elif isinstance(event, StreamBegan):
+            if event.attempt == live.routed.attempt:
+                live.since_s = now_s
             self._apply(live, live.routed.first_token(LegReport(event.attempt)), now_s)
         elif isinstance(event, StreamEnded):
             self._apply(live, live.routed.decode_finished(LegReport(event.attempt)), now_s)
@@ -141,12 +149,16 @@ class RouterCore:
             self._apply(live, live.routed.client_gone(), now_s)
 
     def handle_timeout(self, now_s: float) -> None:
-        """Deadlines that are due, and cancels to send again."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            live = self._live.get(heapq.heappop(self._deadlines)[1])
-            if live is not None:
-                why = failure("deadline_exceeded", "no result within the request's time")
-                self._apply(live, live.routed.deadline_expired(RouterFailure(why)), now_s)
+        """Deadlines and back-offs that are due, and cancels to send again."""
+        while self._due and self._due[0][0] <= now_s:
+            live = self._live.get(heapq.heappop(self._due)[1])
+            if live is None:
+                continue
+            if now_s >= live.budget.deadline_s + self.limits.grace_s:
+                why = RouterFailure(late(live, now_s))
+                self._apply(live, live.routed.deadline_expired(why), now_s)
+            elif live.routed.state is RoutedState.RETRYING and now_s >= live.recovery.retry_at_s:
+                self._redispatch(live, pair_after_pause(self.fleet, live), now_s)
         gone = {m.target for _, m in self.fleet.members() if m.stays_unreachable}
         self._effects.extend(self._outbox.due(now_s, gone))
 
@@ -158,9 +170,9 @@ class RouterCore:
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do; None: not before another event."""
-        while self._deadlines and self._deadlines[0][1] not in self._live:
-            heapq.heappop(self._deadlines)
-        first = self._deadlines[0][0] if self._deadlines else None
+        while self._due and self._due[0][1] not in self._live:
+            heapq.heappop(self._due)
+        first = self._due[0][0] if self._due else None
         due = self._outbox.next_due_s()
         return due if first is None else first if due is None else min(first, due)
 
@@ -170,6 +182,7 @@ class RouterCore:
             "in_flight": len(self._live),
             "cancels": len(self._outbox),
             "cancels_given_up": self._outbox.num_given_up,
+            "rooms": self.rooms.snapshot(),
             "counters": dict(sorted(self.counters.items())),
         }
 
@@ -178,90 +191,88 @@ class RouterCore:
 
     # --- events --------------------------------------------------------------------------
 
-    def _on_answer(self, live: Live, event: LegAnswered, now_s: float) -> None:
-        is_ok = 200 <= event.status < 300
-        if is_ok and event.leg is Leg.PREFILL:
-            self._apply(live, live.routed.prefill_accepted(LegReport(event.attempt)), now_s)
+    def _on_leg(self, live: Live, event: LegAnswered | LegLost, now_s: float) -> None:
+        is_prefill = event.leg is Leg.PREFILL
+        routed = live.routed
+        if isinstance(event, LegAnswered) and 200 <= event.status < 300:
+            live.answered = event.leg
+            ok = routed.prefill_accepted if is_prefill else routed.decode_finished
+            self._apply(live, ok(LegReport(event.attempt)), now_s)
+            live.answered = None
             return
-        if event.status == 503 and self._retry(live, event.leg, event.attempt, now_s):
+        member = live.member(event.leg)
+        why = fallback_of(live, event)
+        is_current = event.attempt == routed.attempt
+        if member is not None and is_current and isinstance(event, LegLost) and not event.sent:
+            self.fleet.mark_down(member, event.detail)
+        if self._retry(live, event, why, now_s):
             return
-        live.answered = event.leg
-        if is_ok:
-            effects = live.routed.decode_finished(LegReport(event.attempt))
+        report = LegFailure(event.attempt, why.failure)
+        if isinstance(event, LegLost) and event.sent:
+            fail = routed.prefill_unknown if is_prefill else routed.decode_lost
         else:
-            why = Failure("leg_answered", f"{event.leg.value} answered", event.status)
-            report = LegFailure(event.attempt, why)
-            is_prefill = event.leg is Leg.PREFILL
-            fail = live.routed.prefill_failed if is_prefill else live.routed.decode_failed
-            effects = fail(report)
-        self._apply(live, effects, now_s)
+            fail = routed.prefill_failed if is_prefill else routed.decode_failed
+        live.answered = why.leg
+        self._apply(live, fail(report), now_s)
         live.answered = None
 
-    def _on_lost(self, live: Live, event: LegLost, now_s: float) -> None:
-        is_prefill = event.leg is Leg.PREFILL
-        if not event.sent:
-            member = live.member(event.leg)
-            if member is not None and event.attempt == live.routed.attempt:
-                self.fleet.mark_down(member, event.detail)
-            if self._retry(live, event.leg, event.attempt, now_s):
-                return
-        detail = f"the {event.leg.value} instance is unavailable: {event.detail}"
-        why = failure("unavailable", detail)
-        report = LegFailure(event.attempt, why)
-        routed = live.routed
-        if event.sent:
-            effects = routed.prefill_unknown(report) if is_prefill else routed.decode_lost(report)
-        else:
-            effects = routed.prefill_failed(report) if is_prefill else routed.decode_failed(report)
-        self._apply(live, effects, now_s)
+    def _on_evicted(self, event: InstanceEvicted, now_s: float) -> None:
+        """Nobody is there any more: fails exactly what that instance had. Its prefill half may
+        be done, which decode knows: it is asked to give up unless it has the KV."""
+        self.counters["evicted"] += 1
+        for live in list(self._live.values()):
+            attempt = live.routed.attempt
+            if live.decode is event.member:
+                lost = LegLost(live.ticket, attempt, Leg.DECODE, True, event.detail)
+                self._on_leg(live, lost, now_s)
+            elif live.prefill is event.member and not live.recovery.evicted:
+                live.recovery.evicted = event.detail
+                why = failure("unavailable", event.detail)
+                effects = live.routed.prefill_evicted(LegFailure(attempt, why))
+                self._apply(live, effects, now_s)
 
-    def _retry(self, live: Live, leg: Leg, attempt: int, now_s: float) -> bool:
+    def _retry(self, live: Live, event: LegAnswered | LegLost, why: Fallback, now_s: float) -> bool:
         """Another attempt on other instances, if one is allowed and would help."""
         routed = live.routed
-        retry = Retry(attempt, new_id(self._rng))
-        if live.retries >= self.limits.max_retries or now_s >= live.deadline_s:
-            return False
-        if attempt != routed.attempt or routed.state is not RoutedState.DISPATCHED:
-            return False
-        pair = self._choose(live.room, live.fields, live.member(leg))
-        if pair is None:
+        loss = loss_of(event, is_prefill_evicted=bool(live.recovery.evicted))
+        plan = plan_retry(self.fleet, live, loss, self.limits, now_s)
+        if plan is None or event.attempt != routed.attempt:
             return False
         self.counters["retried"] += 1
-        live.retries += 1
-        live.replaces = attempt
-        why = failure("unavailable", f"the {leg.value} leg was lost")
-        lost = routed.attempt_lost(LegFailure(attempt, why)) or ()
-        effects = (*lost, *(routed.retried(retry) or ()))
-        self._effects.append(DropLegs(live.ticket, attempt))
-        # The leg that refused needs no cancel; the others' cancels name the former pair.
-        cancels = [e for e in effects if isinstance(e, CancelLeg) and e.leg is not leg]
-        self._apply(live, cancels, now_s)
-        live.take(pair)
-        self._apply(live, [e for e in effects if not isinstance(e, CancelLeg)], now_s)
+        effects = routed.attempt_lost(LegFailure(event.attempt, why.failure)) or ()
+        self._effects.append(DropLegs(live.ticket, event.attempt))
+        self._apply(live, needed_cancels(event, effects), now_s)
+        live.take((None, None))
+        live.since_s = now_s
+        live.recovery.lose_attempt(plan.blamed, why, now_s + plan.delay_s)
+        if plan.delay_s:
+            heapq.heappush(self._due, (live.recovery.retry_at_s, live.ticket))
+        else:
+            self._redispatch(live, plan.pair, now_s)
         return True
+
+    def _redispatch(self, live: Live, pair: tuple[Member, Member] | None, now_s: float) -> None:
+        """The end of a back-off: the next attempt, or the answer to what was lost."""
+        routed, fallback = live.routed, live.recovery.fallback
+        assert fallback is not None
+        if pair is None:
+            live.answered = fallback.leg
+            self._apply(live, routed.rejected(RouterFailure(fallback.failure)), now_s)
+            live.answered = None
+            return
+        live.take(pair)
+        live.replaces = routed.attempt
+        live.since_s = now_s
+        retry = Retry(routed.attempt, new_id(self._rng))
+        self._apply(live, routed.retried(retry), now_s)
 
     # --- inside --------------------------------------------------------------------------
 
-    def _choose(
-        self, room: int, fields: ClientFields, failed: Member | None
-    ) -> tuple[Member, Member] | None:
-        prefills, decodes = self.fleet.prefills, self.fleet.decodes
-        if fields.bootstrap_host is not None or fields.bootstrap_port is not None:
-            known = [(m.target.host, m.bootstrap_port) for m in prefills]
-            found = find_bootstrap(fields.bootstrap_host, fields.bootstrap_port, known)
-            prefills = [prefills[i] for i in found]
-        prefills = [m for m in prefills if m.health is Health.UP and m is not failed]
-        decodes = [m for m in decodes if m.health is Health.UP and m is not failed]
-        if not prefills or not decodes:
-            return None
-        i, k = choose_pair(room, len(prefills), len(decodes))
-        return prefills[i], decodes[k]
-
     def _replaced(self, room: int, wanted: int | None, now_s: float) -> int:
         """The attempt that a dispatch of this room takes the place of; 0: none."""
-        ticket = self._rooms.get(room)
+        ticket = self.rooms.ticket(room)
         if ticket is None:
-            return wanted or self._recent.get(room, 0)
+            return wanted or self.rooms.last_lost(room)
         live = self._live[ticket]
         if wanted != live.routed.attempt:
             raise RoomInUse(
@@ -283,31 +294,27 @@ class RouterCore:
                 self._effects.append(dispatch(live, effect, now_s))
             elif isinstance(effect, TakeResponse):
                 answer = Answer(live.ticket, live.routed.attempt, effect.failure, live.answered)
+                live.status = effect.failure.http_status if effect.failure else 200
                 self._effects.append(answer)
             elif isinstance(effect, FinishStream):
                 self._effects.append(EndStream(live.ticket, effect.failure))
             elif isinstance(effect, CancelLeg):
-                member = live.member(effect.leg)
-                if member is not None:
-                    key = CancelKey(live.room, effect.attempt, effect.leg)
-                    cancel = SendCancel(key, member.target, effect.unless_received)
-                    until_s = live.deadline_s + self.limits.grace_s
-                    first = self._outbox.add(cancel, until_s)
-                    if first is not None:
-                        self._effects.append(first)
+                cancel = live.cancel(effect)
+                until_s = live.budget.deadline_s + self.limits.grace_s
+                if cancel is not None and self._outbox.add(cancel, until_s) is not None:
+                    self._effects.append(cancel)
         if live.routed.state in _OVER:
-            self._finish(live)
+            self._finish(live, now_s)
 
-    def _finish(self, live: Live) -> None:
+    def _finish(self, live: Live, now_s: float) -> None:
         del self._live[live.ticket]
-        if self._rooms.get(live.room) == live.ticket:
-            del self._rooms[live.room]
         live.take((None, None))
-        state = live.routed.state
-        self.counters[state.value.lower()] += 1
-        if live.routed.attempt:
-            self._effects.append(DropLegs(live.ticket, live.routed.attempt))
-            if state is not RoutedState.DONE:
-                self._recent[live.room] = live.routed.attempt
-                while len(self._recent) > self.limits.max_recent_rooms:
-                    self._recent.popitem(last=False)
+        self.counters[live.outcome] += 1
+        attempt, is_done = live.routed.attempt, live.routed.state is RoutedState.DONE
+        is_clients = live.fields.room is not None
+        until_s = now_s + self.limits.result_ttl_s if is_done and is_clients else None
+        self.rooms.leave(live.room, live.ticket, until_s)
+        if attempt:
+            self._effects.append(DropLegs(live.ticket, attempt))
+            if is_clients and not is_done:
+                self.rooms.lose(live.room, attempt)

@@ -13,12 +13,14 @@ from pdcore.types import Failure
 
 
 class LegAnswered(NamedTuple):
-    """A complete HTTP answer of a leg; prefill's 2xx means accepted, decode's 200 finished."""
+    """A complete HTTP answer of a leg; prefill's 2xx means accepted, decode's 200 finished.
+    ``code`` is that of an error, empty where the answer has none."""
 
     ticket: int
     attempt: int
     leg: Leg
     status: int
+    code: str = ""
 
 
 class LegLost(NamedTuple):
@@ -49,6 +51,13 @@ class ClientLeft(NamedTuple):
     ticket: int
 
 
+class InstanceEvicted(NamedTuple):
+    """An instance gave no answer at all to so many probes that nobody is there any more."""
+
+    member: Member
+    detail: str
+
+
 class CancelAnswered(NamedTuple):
     """``is_known`` False: the leg says that it never heard of it; None: no answer came."""
 
@@ -56,7 +65,15 @@ class CancelAnswered(NamedTuple):
     is_known: bool | None
 
 
-RouterEvent = LegAnswered | LegLost | StreamBegan | StreamEnded | ClientLeft | CancelAnswered
+RouterEvent = (
+    LegAnswered
+    | LegLost
+    | StreamBegan
+    | StreamEnded
+    | ClientLeft
+    | InstanceEvicted
+    | CancelAnswered
+)
 
 
 # --- effects -----------------------------------------------------------------------------

@@ -118,6 +118,15 @@ def test_a_broken_connection_to_prefill_is_not_its_failure() -> None:
     assert routed.first_token(GOOD) == (Answer(None),)
 
 
+def test_an_evicted_prefill_leaves_it_to_a_decode_that_has_its_kv() -> None:
+    routed = dispatched()
+    assert routed.prefill_evicted(BAD) == (CancelLeg(Leg.DECODE, ATTEMPT, unless_received=True),)
+    assert (routed.state, routed.is_prefill_unknown) == (S.DISPATCHED, True)
+    assert routed.prefill_evicted(LegFailure(9, OOM)) is None
+    assert streaming().prefill_evicted(BAD) is None
+    assert routed.first_token(GOOD) == (Answer(None),)
+
+
 def test_a_broken_connection_to_decode_cancels_both() -> None:
     routed = dispatched()
     assert routed.decode_lost(BAD) == (
@@ -240,6 +249,7 @@ def test_mutant_any_attempt_counts_is_found() -> None:
 STEPS: dict[str, Callable[[Routed], Sequence[Effect] | None]] = {
     "prefill_failed": lambda r: r.prefill_failed(BAD),
     "prefill_unknown": lambda r: r.prefill_unknown(BAD),
+    "prefill_evicted": lambda r: r.prefill_evicted(BAD),
     "first_token": lambda r: r.first_token(GOOD),
     "decode_finished": lambda r: r.decode_finished(GOOD),
     "decode_failed": lambda r: r.decode_failed(BAD),

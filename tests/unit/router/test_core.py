@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdcore.errors import InvalidRequest, Overloaded, RoomInUse
 from pdcore.fsm.routed import Leg
+from pdcore.fsm.states import RoutedState
 from pdcore.router.core import RouterCore, RouterLimits
 from pdcore.router.events import (
     Answer,
@@ -25,6 +26,7 @@ from pdcore.router.events import (
     Dispatch,
     DropLegs,
     EndStream,
+    InstanceEvicted,
     LegAnswered,
     LegLost,
     RouterEffect,
@@ -32,8 +34,10 @@ from pdcore.router.events import (
     StreamEnded,
 )
 from pdcore.router.fleet import Fleet, Health, Report
+from pdcore.router.limits import OnPrefillLoss
 from pdcore.router.outbox import SendCancel
 from pdcore.router.policies import ClientFields, parse_targets
+from pdcore.types import Role
 
 P, D = Leg.PREFILL, Leg.DECODE
 
@@ -400,10 +404,17 @@ def test_a_retry_after_a_failure_names_what_it_replaces_by_itself() -> None:
     assert again.attempt != dispatch.attempt
 
 
-def test_a_room_that_was_served_starts_afresh() -> None:
-    router = Router()
-    ticket, dispatch = router.submit(room=5)
-    router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+def test_a_room_that_was_served_is_known_to_be_finished() -> None:
+    """D7: its result is given again or its room refused (:mod:`pdcore.router.rooms`); rooms of
+    the router's own making are forgotten."""
+    router = Router(result_ttl_s=10.0)
+    for fields in ({"room": 5}, {}):
+        ticket, dispatch = router.submit(**fields)
+        router.event(LegAnswered(ticket, dispatch.attempt, D, 200))
+    assert router.core.rooms.snapshot()["results"] == 1
+    with pytest.raises(RoomInUse):
+        router.core.rooms.recall(5, b"digest", 9.0)
+    assert router.core.rooms.recall(5, b"digest", 10.0) is None
     assert router.submit(room=5)[1].added["replaces"] is None
 
 
@@ -438,7 +449,7 @@ def test_a_refused_connection_goes_to_another_instance() -> None:
 
 
 def test_a_busy_instance_is_tried_elsewhere_once() -> None:
-    router = Router(num_decode=3)
+    router = Router(num_decode=3, max_attempts=2)
     ticket, first = router.submit()
     router.event(LegAnswered(ticket, first.attempt, D, 503))
     second = router.of(Dispatch)[-1]
@@ -446,6 +457,178 @@ def test_a_busy_instance_is_tried_elsewhere_once() -> None:
     router.event(LegAnswered(ticket, second.attempt, D, 503))
     assert len(router.of(Dispatch)) == 2
     assert router.of(Answer)[0].leg is D
+
+
+@pytest.mark.parametrize("code", ["peer_lost", "prefill_failed", "transfer_failed", "unreachable"])
+def test_a_prefill_that_is_lost_before_the_first_token_is_replaced(code: str) -> None:
+    """Decode reports it; the new attempt goes to another prefill, names the old one, and
+    both legs of the old one but the one that answered are cancelled and drain beside it."""
+    router = Router(num_prefill=2)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, P, 202))
+    router.event(LegLost(ticket, first.attempt, P, True, "reset"))
+    assert len(router.of(Dispatch)) == 1, "a broken connection alone decides nothing (Q5 UNK)"
+    router.event(LegAnswered(ticket, first.attempt, D, 503, code))
+    second = router.of(Dispatch)[-1]
+    assert second.prefill is not first.prefill
+    assert second.added["replaces"] == first.attempt
+    assert router.cancels() == [(P, first.attempt, False)]
+    assert router.of(Answer) == []
+    router.event(LegAnswered(ticket, second.attempt, D, 200))
+    assert router.of(Answer) == [Answer(ticket, second.attempt, None, D)]
+
+
+def test_on_prefill_loss_fail_answers_the_failure() -> None:
+    router = Router(num_prefill=2, on_prefill_loss=OnPrefillLoss.FAIL)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 503, "peer_lost"))
+    assert router.of(Answer)[0].leg is D
+    assert len(router.of(Dispatch)) == 1
+
+
+def test_a_lost_decode_is_replaced_if_nothing_was_streamed() -> None:
+    """It may be alive: it is cancelled, and so is prefill."""
+    router = Router(num_decode=2)
+    ticket, first = router.submit()
+    router.event(LegLost(ticket, first.attempt, D, True, "reset"))
+    second = router.of(Dispatch)[-1]
+    assert second.decode is not first.decode
+    assert router.cancels() == [(P, first.attempt, False), (D, first.attempt, False)]
+    router.event(StreamBegan(ticket, second.attempt))
+    router.event(LegLost(ticket, second.attempt, D, True, "reset"))
+    assert len(router.of(Dispatch)) == 2, "a token was sent"
+    assert router.of(EndStream)[0].failure.http_status == 503
+
+
+def third_attempt() -> tuple[Router, int, list[Dispatch]]:
+    """A request whose first two attempts were lost; it pauses."""
+    router = Router(num_prefill=3, num_decode=3, max_attempts=3, retry_initial_s=0.5)
+    ticket, _ = router.submit(timeout_s=10.0)
+    for _ in range(2):
+        attempt = router.of(Dispatch)[-1].attempt
+        router.event(LegAnswered(ticket, attempt, D, 502, "transfer_failed"))
+    assert len(router.of(Dispatch)) == 2
+    assert sum(m.num_live for _, m in router.fleet.members()) == 0, "the weight is given back"
+    return router, ticket, router.of(Dispatch)
+
+
+def test_the_third_attempt_waits_and_there_is_no_fourth() -> None:
+    router, ticket, (first, second) = third_attempt()
+    assert router.core.poll_deadline() == 0.5
+    router.at(0.4)
+    assert len(router.of(Dispatch)) == 2
+    router.at(0.5)
+    third = router.of(Dispatch)[-1]
+    assert third.added["replaces"] == second.attempt
+    assert third.remaining_s == 9.5, "the deadline is the request's, not the attempt's"
+    assert len({d.prefill.target.netloc for d in (first, second, third)}) == 3
+    router.event(LegAnswered(ticket, third.attempt, D, 502, "transfer_failed"))
+    assert len(router.of(Dispatch)) == 3
+    assert router.of(Answer) == [Answer(ticket, third.attempt, router.of(Answer)[0].failure, D)]
+
+
+def test_events_of_the_lost_attempt_change_nothing_during_the_pause() -> None:
+    router, ticket, (_, second) = third_attempt()
+    before = list(router.effects)
+    for event in (
+        LegAnswered(ticket, second.attempt, P, 503),
+        LegLost(ticket, second.attempt, D, False, "refused"),
+        StreamBegan(ticket, second.attempt),
+        LegAnswered(ticket, second.attempt, D, 200),
+    ):
+        router.event(event)
+    assert router.effects == before
+    assert all(member.health is Health.UP for _, member in router.fleet.members())
+
+
+def test_a_client_that_leaves_during_the_pause_ends_it() -> None:
+    router, ticket, _ = third_attempt()
+    num_cancels = len(router.cancels())
+    router.event(ClientLeft(ticket))
+    router.at(5.0)
+    assert len(router.of(Dispatch)) == 2
+    assert len(router.cancels()) >= num_cancels
+    assert router.core.snapshot()["in_flight"] == 0
+
+
+def test_with_nobody_left_after_the_pause_the_loss_is_the_answer() -> None:
+    """Verbatim: the answer of the attempt that was lost."""
+    router, ticket, (_, second) = third_attempt()
+    for _, member in router.fleet.members():
+        router.fleet.mark_down(member, "gone")
+    router.at(0.5)
+    (answer,) = router.of(Answer)
+    assert (answer.ticket, answer.attempt, answer.leg) == (ticket, second.attempt, D)
+
+
+def test_nothing_is_tried_past_the_deadline() -> None:
+    for now_s, attempts in ((9.9, 2), (10.0, 1)):
+        router = Router(num_decode=2)
+        ticket, first = router.submit(timeout_s=10.0)
+        router.now_s = now_s
+        router.event(LegAnswered(ticket, first.attempt, D, 503, "unavailable"))
+        assert len(router.of(Dispatch)) == attempts
+
+
+def test_a_mistake_is_not_tried_again_and_is_no_failure_of_ours() -> None:
+    """A 400 repeats anywhere. In /stats it is refused: failed is what an operator looks at."""
+    router = Router(num_prefill=2, num_decode=2)
+    for leg, status in ((D, 400), (P, 413), (D, 404)):
+        ticket, first = router.submit()
+        router.event(LegAnswered(ticket, first.attempt, leg, status, "invalid_request"))
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 500, "internal"))
+    assert len(router.of(Dispatch)) == 4
+    counters = router.core.counters
+    assert (counters["refused"], counters["failed"]) == (3, 1)
+
+
+# --- evicted instances ----------------------------------------------------------------------
+
+
+def test_an_evicted_decode_fails_exactly_what_it_had() -> None:
+    """Its host is gone without a word, so that no connection breaks: a stream waited for its
+    deadline."""
+    router = Router(num_prefill=1, num_decode=2)
+    waiting, at_0 = router.submit(room=2)
+    streaming, also_0 = router.submit(room=6)
+    others, at_1 = router.submit(room=4)
+    assert at_0.decode is also_0.decode is not at_1.decode
+    router.event(StreamBegan(streaming, also_0.attempt))
+    router.fleet.report(at_0.decode, Report(False, is_reached=False))
+    router.event(InstanceEvicted(at_0.decode, "no answer"))
+    assert [e.ticket for e in router.of(EndStream)] == [streaming]
+    again = router.of(Dispatch)[-1]
+    assert (again.ticket, again.decode) == (waiting, at_1.decode)
+    router.event(LegAnswered(others, at_1.attempt, D, 200))
+    assert router.of(Answer)[-1].ticket == others
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+def test_an_evicted_prefill_may_have_done_its_half(has_kv: bool) -> None:
+    """Q5 UNK: decode is asked to give up unless it has its KV, and its answer decides."""
+    router = Router(num_prefill=2)
+    ticket, first = router.submit()
+    router.event(InstanceEvicted(first.prefill, "no answer to 10 probes"))
+    router.event(InstanceEvicted(first.prefill, "no answer to 10 probes"))
+    assert router.cancels() == [(D, first.attempt, True)]
+    assert router.of(Answer) == []
+    if has_kv:
+        router.event(LegAnswered(ticket, first.attempt, D, 200))
+        assert len(router.of(Dispatch)) == 1
+    else:
+        router.event(LegAnswered(ticket, first.attempt, D, 499, "cancelled"))
+        assert router.of(Dispatch)[-1].prefill is not first.prefill
+
+
+def test_a_request_whose_prefill_is_gone_is_a_503_where_there_is_no_other() -> None:
+    router = Router()
+    ticket, first = router.submit()
+    router.event(InstanceEvicted(first.prefill, "no answer to 10 probes"))
+    router.event(LegAnswered(ticket, first.attempt, D, 499, "cancelled"))
+    (answer,) = router.of(Answer)
+    assert (answer.leg, answer.failure.http_status) == (None, 503)
+    assert "no answer to 10 probes" in answer.failure.detail
 
 
 def test_without_another_instance_the_failure_is_the_answer() -> None:
@@ -467,17 +650,21 @@ def test_nothing_is_retried_once_the_response_has_begun() -> None:
 # --- anything in any order ----------------------------------------------------------------------
 
 
+CODES = ["", "peer_lost", "prefill_failed", "cancelled", "internal", "out_of_memory"]
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Invariant 1 at the router: one answer, at most one end of a stream, books that balance."""
+    """Invariant 1 at the router: one answer, at most one end of a stream, books that balance.
+    Public report group G: an instance's load is released once, whatever happens between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(2, 2, max_in_flight=4)
+        self.router = Router(2, 2, max_in_flight=4, max_attempts=3, retry_initial_s=0.5)
         self.tickets: list[int] = []
         self.attempts: list[int] = [1]
 
-    @rule(room=st.integers(1, 3), replace=st.booleans())
-    def submit(self, room: int, replace: bool) -> None:
+    @rule(room=st.sampled_from([1, 2, 3, None]), replace=st.booleans())
+    def submit(self, room: int | None, replace: bool) -> None:
         fields = ClientFields(room=room, replaces=self.attempts[-1] if replace else None)
         try:
             ticket = self.router.core.submit(fields, self.router.now_s, self.router.now_s)
@@ -487,18 +674,28 @@ class AnyOrder(RuleBasedStateMachine):
         self.router.poll()
         self.attempts = [e.attempt for e in self.router.of(Dispatch)] or [1]
 
+    def pick(self, data: st.DataObject) -> tuple[int, int]:
+        """An attempt with its ticket, mostly the latest one of it; sometimes a mixture."""
+        sent = self.router.of(Dispatch)
+        if not sent or data.draw(st.integers(0, 9)) == 0:
+            ticket = data.draw(st.sampled_from([*self.tickets, 0]))
+            return ticket, data.draw(st.sampled_from(self.attempts))
+        latest = {e.ticket: e for e in sent}
+        chosen = data.draw(st.sampled_from([*latest.values(), *sent]))
+        return chosen.ticket, chosen.attempt
+
     @rule(
         data=st.data(),
         leg=st.sampled_from(Leg),
         kind=st.sampled_from(["answer", "lost", "refused", "began", "ended", "left"]),
         status=st.sampled_from([200, 202, 400, 413, 502, 503]),
+        code=st.sampled_from(CODES),
     )
-    def event(self, data: st.DataObject, leg: Leg, kind: str, status: int) -> None:
-        ticket = data.draw(st.sampled_from([*self.tickets, 0]))
-        attempt = data.draw(st.sampled_from(self.attempts))
+    def event(self, data: st.DataObject, leg: Leg, kind: str, status: int, code: str) -> None:
+        ticket, attempt = self.pick(data)
         self.router.event(
             {
-                "answer": LegAnswered(ticket, attempt, leg, status),
+                "answer": LegAnswered(ticket, attempt, leg, status, code),
                 "lost": LegLost(ticket, attempt, leg, True, "x"),
                 "refused": LegLost(ticket, attempt, leg, False, "x"),
                 "began": StreamBegan(ticket, attempt),
@@ -507,6 +704,21 @@ class AnyOrder(RuleBasedStateMachine):
             }[kind]
         )
         self.attempts = [e.attempt for e in self.router.of(Dispatch)] or [1]
+
+    @rule(data=st.data(), code=st.sampled_from(["peer_lost", "transfer_failed"]))
+    def lose(self, data: st.DataObject, code: str) -> None:
+        """The latest attempt of a request is lost: the way to a pause."""
+        sent = {e.ticket: e.attempt for e in self.router.of(Dispatch)}
+        if sent:
+            ticket, attempt = data.draw(st.sampled_from(sorted(sent.items())))
+            self.router.event(LegAnswered(ticket, attempt, D, 503, code))
+            self.attempts = [e.attempt for e in self.router.of(Dispatch)]
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        _, member = data.draw(st.sampled_from(self.router.fleet.members()))
+        self.router.fleet.report(member, Report(False, is_reached=False))
+        self.router.event(InstanceEvicted(member, "no answer"))
 
     @rule(data=st.data(), known=st.sampled_from([True, False, None]))
     def cancel_answered(self, data: st.DataObject, known: bool | None) -> None:
@@ -533,11 +745,34 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_books_balance(self) -> None:
-        in_flight = self.router.core.snapshot()["in_flight"]
-        assert isinstance(in_flight, int)
-        live = [member.num_live for _, member in self.router.fleet.members()]
-        assert min(live) >= 0
-        assert sum(live) == 2 * in_flight
+        lives = list(self.router.core._live.values())
+        for role, member in self.router.fleet.members():
+            holders = [r.prefill if role is Role.PREFILL else r.decode for r in lives]
+            assert member.num_live == holders.count(member) >= 0
+        paused = [r for r in lives if r.routed.state is RoutedState.RETRYING]
+        assert sum(m.num_live for _, m in self.router.fleet.members()) == 2 * (
+            len(lives) - len(paused)
+        )
+        ended = ("done", "failed", "refused", "cancelled")
+        counters = self.router.core.counters
+        assert counters["received"] == len(lives) + sum(counters[name] for name in ended)
+
+    @invariant()
+    def attempts_are_few_and_follow_one_another(self) -> None:
+        """Each names the one before it; none after an answer, or past the deadline."""
+        former: dict[int, list[int]] = {}
+        answered: set[int] = set()
+        for effect in self.router.effects:
+            if isinstance(effect, Answer):
+                answered.add(effect.ticket)
+            if not isinstance(effect, Dispatch):
+                continue
+            assert effect.ticket not in answered
+            assert effect.remaining_s > 0
+            attempts = former.setdefault(effect.ticket, [])
+            assert not attempts or effect.added["replaces"] == attempts[-1]
+            attempts.append(effect.attempt)
+            assert len(attempts) <= 3
 
     @invariant()
     def there_is_always_a_next_deadline(self) -> None:
@@ -550,6 +785,7 @@ class AnyOrder(RuleBasedStateMachine):
         answered = {e.ticket for e in self.router.of(Answer)}
         gone = self.router.core.counters["cancelled"]
         assert len(answered) + gone >= len(self.tickets)
+        assert [m.num_live for _, m in self.router.fleet.members()] == [0] * 4
 
 
 TestAnyOrder = AnyOrder.TestCase
