@@ -27,8 +27,9 @@ TABLES = pytest.mark.parametrize("table", [t for t, _ in REAL.values()], ids=lis
 
 @TABLES
 def test_every_pair_is_a_row_or_is_ignored_and_counted(table: Lifecycle) -> None:
-    """(state x event x every answer of the guards): the compiled class does exactly what the
-    table says, and where the table says nothing, it counts and changes nothing."""
+    """SGLang I25063, PR20686, PR31075: no pair is left to chance. (State x event x every answer of
+    the guards): the compiled class does exactly what the table says, and where the table says
+    nothing, it counts and changes nothing."""
     probe = compile_lifecycle(table, probe_class(table))
     checked = 0
     for state in table.states:
@@ -109,6 +110,7 @@ def test_terminal_states_absorb(table: Lifecycle) -> None:
 
 @TABLES
 def test_nobody_waits_for_ever(table: Lifecycle) -> None:
+    """SGLang PR31800: every state but the terminal ones has a deadline and names whom it awaits."""
     check_nobody_waits_for_ever(table)
 
 

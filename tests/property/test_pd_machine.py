@@ -34,7 +34,7 @@ MAX_REQUESTS = 6
 
 
 class PdMachine(RuleBasedStateMachine):
-    """One prefill and one decode rank, room for about two requests on each side."""
+    """SGLang PR38961: one prefill and one decode rank, room for about two requests on each side."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,8 @@ def _progress(world: World) -> bool:
 
 
 def test_d3_a_late_write_lands_only_in_quarantined_blocks() -> None:
-    """D3, SGLang I24527: decode aborts during a transfer, the write lands afterwards."""
+    """D3, SGLang I24527, PR24580, 27372, 35049, 35360: decode aborts during a transfer, the write
+    lands afterwards."""
     check_late_write_hurts_nobody(make_world(**SMALL))
 
 

@@ -42,7 +42,7 @@ def test_a_request_whose_kv_moved_equals_one_that_never_did() -> None:
 
 
 def test_d6_strangers_leave_no_state() -> None:
-    """D6, SGLang I39428: messages for unknown rooms fill bounded, expiring tables only."""
+    """D6, SGLang I39428, PR39623: messages for unknown rooms fill bounded, expiring tables only."""
     limits = CoreLimits(parked_handshake_cap=16, parked_handshake_ttl_s=5.0)
     world = make_world(limits=limits)
     core, decode = world.prefill.worker.core, world.decode.worker.core
@@ -121,7 +121,7 @@ def tight_world() -> World:
 
 
 def test_d8_retraction_requeues_and_resumes() -> None:
-    """D8, R72: retracted requests finish with all their tokens, nothing is cut short."""
+    """D8, R72, SGLang I6857: retracted requests finish with all their tokens, none cut short."""
     world = tight_world()
     check_retraction_resumes(world)
     world.settle()
@@ -269,7 +269,7 @@ def test_d20_a_route_that_is_late_is_asked_for_in_time_not_in_tries() -> None:
 
 
 def test_d20_an_unreachable_prefill_gives_up_and_blocks_nobody() -> None:
-    """SGLang PR20371: 503 after the budget."""
+    """SGLang PR20371, 19900, 20832: 503 after the budget."""
     world = make_world()
     world.decode.worker.executor.fetch_route = lambda b: TopologyFetched(b, None)
     key = world.submit(PROMPT, sampling=EIGHT)

@@ -73,7 +73,8 @@ def test_flags_of_a_router() -> None:
     ],
 )
 def test_a_flag_of_another_role_is_refused(role: str, node: NodeFlags, words: str) -> None:
-    """R20: missing is an argument error; D44: what would do nothing is refused."""
+    """R20, SGLang I22840, 11750, 10748, 12213: missing is an argument error; D44: what would do
+    nothing is refused."""
     with pytest.raises(ConfigError) as error:
         check_role(role, node)
     assert words in str(error.value)

@@ -146,7 +146,7 @@ def test_refusals_are_final_and_say_why() -> None:
 
 
 def test_ipv6_addresses_keep_their_brackets() -> None:
-    """SGLang #10389: the brackets belong to the address, not to the host."""
+    """SGLang PR10389: the brackets belong to the address, not to the host."""
     try:
         with serving(create_bootstrap_app(RankTable(CONFIG), ManualClock()), "::1") as address:
             assert client().register(address, registration()) == CallReply()

@@ -133,7 +133,7 @@ def check_descriptors_stay_bounded(send: Callable[[str], object], num_peers: int
 
 
 def test_d24_peers_that_come_and_go_do_not_use_up_descriptors() -> None:
-    """SGLang #31766: one cached socket per ephemeral peer, never closed."""
+    """SGLang I31766, PR31922, 34450: one cached socket per ephemeral peer, never closed."""
     with channels(1, ChannelOptions(max_peers=16)) as (channel,):
         check_descriptors_stay_bounded(lambda to: channel.send(to, b"x"), 5_000)
         assert channel.num_peers == 16
@@ -340,6 +340,7 @@ def test_the_poller_wakes_for_plain_descriptors_and_times_out() -> None:
 
 
 def test_another_threads_call_is_found_at_once() -> None:
+    """SGLang PR29984: a socket has one owner."""
     channel = ZmqChannel(thread_id=threading.get_ident)
     caught: list[OwnershipError] = []
 

@@ -205,7 +205,7 @@ def test_null_blocks_are_not_transferred() -> None:
 
 
 def test_a_window_that_prefill_dropped_but_decode_needs_is_an_error() -> None:
-    """D37: the seed sent the null block's bytes instead."""
+    """D37, SGLang PR27004: the seed sent the null block's bytes instead."""
     spec = gqa(1)
     place, _ = place_entries(spec, 10)
     with pytest.raises(IncompatibleError, match="position 1, prefill has dropped it"):
@@ -225,7 +225,7 @@ def check_unequal_lists(plan: object) -> None:
 
 
 def test_a_shorter_destination_is_an_error_a_longer_one_is_look_ahead() -> None:
-    """D19; the mutant cuts both lists to the shorter, as the seed does."""
+    """D19, SGLang PR27004, 23323; the mutant cuts both lists to the shorter, as the seed does."""
 
     def cuts(
         spec: KVCacheSpec, a: KVPlacement, s: dict[str, list[int]],
@@ -287,7 +287,7 @@ def test_a_missing_manager_key_is_an_error_on_either_side() -> None:
     ],
 )
 def test_entries_that_differ_are_refused_by_name(change: str, value: object, message: str) -> None:
-    """D35, R79."""
+    """D35, R79, SGLang PR19398, 19407."""
     spec = gqa(2)
     entries = list(spec.entries)
     entries[1] = attrs.evolve(entries[1], **{change: value})

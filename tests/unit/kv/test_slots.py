@@ -79,7 +79,7 @@ class NoGenerations(MetadataSlots):
 
 
 def test_a_late_write_is_ignored_and_counted() -> None:
-    """D13, invariant 4: a stale write never fails the new, innocent request."""
+    """D13, invariant 4, SGLang PR24226: a stale write never fails the new, innocent request."""
     check_late_write(MetadataSlots(1))
     with pytest.raises(AssertionError, match="reached the new owner"):
         check_late_write(NoGenerations(1))

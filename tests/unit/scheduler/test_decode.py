@@ -257,6 +257,7 @@ def test_blocks_of_a_request_that_ends_in_flight_wait_for_the_pass(end: str) -> 
 
 
 def test_a_completion_beats_a_deadline_of_the_same_tick() -> None:
+    """SGLang PR32267."""
     core = make_decode()
     request = make_request(remaining_s=5.0, max_tokens=1)
     deliver(core, request, now=0.0)

@@ -178,8 +178,8 @@ def check_all_back(world: World) -> None:
 def test_d39_a_prefill_that_restarts_fails_its_requests_fast_and_serves_the_next(
     until, late: bool
 ) -> None:
-    """D39: the client of the lost request hears of it long before its deadline, and the next
-    request goes to the new process, whatever the route cache says."""
+    """D39, SGLang I6215, I16903, PR6263: the client of the lost request hears of it long before its
+    deadline, and the next request goes to the new process, whatever the route cache says."""
     world = make_world(stepped=True, num_blocks=40, limits=CHUNKS)
     key = until(world)
     start = world.clock.monotonic()

@@ -88,6 +88,7 @@ def copied(effect: PostTransfer) -> dict[int, int]:
 def test_a_token_range_is_the_same_slice_of_both_tables(
     start: int, num_tokens: int, expected: dict[int, int]
 ) -> None:
+    """SGLang PR28718: by position in the request."""
     assert copied(fill(start, num_tokens)) == expected
 
 

@@ -149,7 +149,8 @@ def test_d16_d17_mutants_are_caught(mutant: type[Book]) -> None:
 
 
 def test_d16_a_group_joins_the_reduction_with_an_empty_vector_too() -> None:
-    """A rank that left out a collective would make its peers hang."""
+    """SGLang PR36928, InferenceX I2151: a rank that left out a collective would make its peers
+    hang."""
     book = make_book(group_size=4)
     assert book.wants_tick
     sent = vector(book)

@@ -205,7 +205,7 @@ def test_d58_a_malformed_rank_refuses_the_route_and_ends_no_loop(
 
 
 def test_a_life_that_is_over_takes_its_route_along() -> None:
-    """Only routes with that incarnation are asked for again."""
+    """SGLang PR34289, 36029: only routes with that incarnation are asked for again."""
     known = make_topologies()
     other = PeerRef("other", 0, Incarnation(b"Q" * 16), "tcp://other:1")
     known.record(AT, make_route(known.setup), None, 0.0)

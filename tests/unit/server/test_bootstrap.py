@@ -129,7 +129,8 @@ def test_r24_register_answers_ok() -> None:
 
 
 def test_r25_r28_from_empty_to_ready() -> None:
-    """R25, R28, D33: 503 names who is missing; health is read-only and always 200."""
+    """R25, R28, D33, SGLang PR19288, I6413: 503 names who is missing; health is read-only and
+    always 200."""
     server = Server()
     answer = server.call("GET", "route")
     assert answer.status == 503
@@ -341,7 +342,7 @@ def check_needs_a_token(call: Callable[..., Answer]) -> None:
 
 
 def test_d40_registration_is_not_open_to_everyone() -> None:
-    """D40: 18800 accepted registrations from anyone."""
+    """D40, SGLang I39400, PR39416: 18800 accepted registrations from anyone."""
     server = Server(token="s3cret")
     check_needs_a_token(server.call)
     for wrong in ("", "Bearer", "Bearer nope", "s3cret", "Basic s3cret", "Bearer s3cret\u00e9"):

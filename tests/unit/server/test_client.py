@@ -213,6 +213,8 @@ def test_a_slow_reader_stops_the_sender() -> None:
 
 
 def test_connections_to_one_origin_are_bounded_and_handed_on_in_order() -> None:
+    """SGLang I19271, PR31543."""
+
     async def play() -> None:
         release = asyncio.Semaphore(0)
 

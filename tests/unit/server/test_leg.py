@@ -61,7 +61,7 @@ async def begin(world: World, app: Starlette, path: str = "/v1/completions", **m
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("missing", sorted(PD))
 def test_each_missing_field_is_named(role: Role, missing: str) -> None:
-    """R35, and a decode instance that is called directly says where to go."""
+    """R35, SGLang PR8063, and a decode instance that is called directly says where to go."""
 
     async def play() -> None:
         world = World()

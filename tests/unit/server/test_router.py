@@ -267,6 +267,8 @@ def test_a_broken_connection_to_prefill_leaves_it_to_decode(play: Any) -> None:
 
 
 def test_a_broken_connection_to_decode_is_a_503_and_cancels_both(play: Any) -> None:
+    """SGLang PR29482, 37961."""
+
     async def scene(cluster: Cluster) -> None:
         router = cluster.router()
         router.decode.behave = breaking
@@ -401,7 +403,7 @@ def test_a_client_that_hangs_up_a_real_connection_is_noticed(play: Any) -> None:
 
 
 def test_four_hundred_clients_that_leave_leave_nothing_behind(play: Any) -> None:
-    """Disconnects must not pile up: everything is back to the start."""
+    """SGLang I8177, I8439: disconnects must not pile up: everything is back to the start."""
 
     async def scene(cluster: Cluster) -> None:
         router = cluster.router(num=2)
