@@ -37,6 +37,8 @@ from pdcore.errors import CodecError, EngineError, InvalidRequest, Overloaded, R
 from pdcore.executor import Executor
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.events import Event, MessageReceived, RequestRefused, StepCompleted
+from pdcore.health import Watch
+from pdcore.scheduler.ledger import Rooms
 from pdcore.scheduler.outputs import check_output
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.transports.base import Transport
@@ -52,6 +54,9 @@ class Core(Protocol):
     """What the loop needs of a core; PrefillCore and DecodeCore have it."""
 
     setup: CoreSetup
+
+    @property
+    def rooms(self) -> Rooms: ...
 
     def submit(self, request: GenerateRequest, now: float) -> None: ...
 
@@ -87,16 +92,6 @@ class LeaderPort(Protocol):
     def send(self, message: WorkerMessage) -> None: ...
 
 
-@attrs.define
-class LoopCounters:
-    """Totals of this process, for /metrics."""
-
-    steps: int = 0
-    batch_tokens: int = 0
-    frames_received: int = 0
-    frames_garbage: int = 0
-
-
 @attrs.define(eq=False)
 class Ports:
     """Everything a worker talks to."""
@@ -126,7 +121,8 @@ class Worker:
         self.executor = executor
         self.background = background
         self.clock = clock
-        self.counters = LoopCounters()
+        self.watch = Watch()
+        self.counters = self.watch.counters
         #: Reasons why this rank is not ready, asked for every health report.
         self.problems: Callable[[], list[str]] = list
         self._next_health_s = 0.0
@@ -195,8 +191,7 @@ class Worker:
         try:
             frame = decode_frame(data)
         except CodecError as error:
-            self.counters.frames_garbage += 1
-            log.warning("dropped a control frame: %s", error)
+            self.watch.garbage_frame(error, now)
             return
         sender = PeerRef(frame.instance, frame.rank, frame.incarnation, frame.reply_to)
         for message in frame.messages:
@@ -279,18 +274,12 @@ class Worker:
 
     def health(self) -> WorkerHealth:
         """Counters, and why this rank is not ready (empty: it is)."""
-        totals = {**attrs.asdict(self.core.snapshot()), **attrs.asdict(self.counters)}
-        counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
-        problems = self.problems()
-        if stuck := int(counters.get("stuck", 0)):
-            problems = [*problems, f"{stuck} rooms wait for a peer that does not acknowledge"]
-        if counters.get("is_diverged"):
-            problems = [*problems, "the ranks of its group held different requests: restart it"]
-        return WorkerHealth(self.core.setup.me.rank, problems, counters)
+        return self.watch.health(self.core, self.problems())
 
     def _report_health(self, now: float) -> None:
         if now >= self._next_health_s:
             self._next_health_s = now + self.core.setup.limits.heartbeat_interval_s
+            self.watch.audit_at_rest(self.core)
             self.ports.leader.send(self.health())
 
     def _check_drained(self, now: float) -> None:

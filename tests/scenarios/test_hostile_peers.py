@@ -226,7 +226,7 @@ def test_a_stuck_peer_shows_in_health_and_gets_no_more_grants() -> None:
     snapshot = world.decode.worker.core.snapshot()
     assert (snapshot.stuck, snapshot.kv_quarantined) == (1, 16)
     reports = [m for m in world.decode.said if isinstance(m, WorkerHealth)]
-    assert reports[-1].problems == ["1 rooms wait for a peer that does not acknowledge"]
+    assert reports[-1].problems == ["1 room waits for prefill rank 0, which does not acknowledge"]
     after = world.submit(PROMPT, sampling=FIVE)
     world.run(lambda: world.decode.result(after) is not None)
     result = world.decode.result(after)

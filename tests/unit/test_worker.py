@@ -464,6 +464,7 @@ class Restless:
     def __init__(self, world: World, rounds: int) -> None:
         self._core = world.decode.worker.core
         self.setup = self._core.setup
+        self.rooms = self._core.rooms
         self.left = rounds
         self.out: list[Effect] = []
 
@@ -472,6 +473,9 @@ class Restless:
 
     def schedule(self, now: float) -> Batch | None:
         return None
+
+    def live_keys(self) -> list[RoomKey]:
+        return []
 
     def snapshot(self) -> DecodeSnapshot:
         return self._core.snapshot()

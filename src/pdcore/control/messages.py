@@ -299,6 +299,11 @@ class WorkerHealth(_Message, frozen=True, tag="health"):
     rank: Count
     problems: list[str]
     counters: dict[str, float]
+    #: Pool -> state -> blocks or slots (:mod:`pdcore.scheduler.ledger`).
+    ledger: dict[str, dict[str, int]] = {}
+    #: Instance of a peer -> why it gets no new work from this rank. Its fault, not ours:
+    #: routers choose another pair, and this rank stays ready.
+    refused_peers: dict[str, str] = {}
 
 
 class Stop(_Message, frozen=True, tag="stop"):

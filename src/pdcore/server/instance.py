@@ -43,6 +43,7 @@ from pdcore.server.leg import LegEndpoint, LegOptions
 from pdcore.server.metrics import CONTENT_TYPE, Metrics, Sample
 from pdcore.server.openai import Endpoint, Id63, explain
 from pdcore.server.text import TextModel
+from pdcore.server.workers import WorkerRegistry
 from pdcore.types import RoomKey
 
 #: R34's words for the states of an instance.
@@ -193,6 +194,7 @@ class _Pages:
             "bootstrap": self._options.bootstrap or None,
             "model": self._text.name,
             "problems": workers.problems(),
+            "refused_peers": refused_peers(workers),
         }
         is_ready = state is InstanceState.READY
         return json_response(body, 200 if is_ready else 503)
@@ -215,7 +217,8 @@ class _Pages:
             "pending_requests": self._dispatcher.num_pending,
             "num_workers": len(workers.ranks()),
             "counters": dict(sorted(self._dispatcher.counters.items())),
-            "workers": {str(rank): dict(c) for rank, c in workers.counters().items()},
+            "workers": {str(rank): one.counters for rank, one in workers.reports().items()},
+            "ledger": {str(rank): one.ledger for rank, one in workers.reports().items()},
         }
         return json_response(body)
 
@@ -235,6 +238,21 @@ def _samples(dispatcher: Dispatcher) -> Iterator[Sample]:
     yield Sample("pdcore_instance_ready_workers", {}, len(dispatcher.workers.ranks()))
     for name, value in sorted(dispatcher.counters.items()):
         yield Sample("pdcore_instance_events", {"event": name}, value)
-    for rank, counters in dispatcher.workers.counters().items():
-        for name, number in sorted(counters.items()):
+    for rank, report in dispatcher.workers.reports().items():
+        for name, number in sorted(report.counters.items()):
             yield Sample("pdcore_worker", {"rank": str(rank), "name": name}, number)
+        for pool, states in report.ledger.items():
+            for state, count in states.items():
+                labels = {"rank": str(rank), "pool": pool, "state": state}
+                yield Sample("pdcore_worker_ledger", labels, count)
+    for peer in refused_peers(dispatcher.workers):
+        yield Sample("pdcore_instance_refused_peer", {"peer": peer}, 1)
+
+
+def refused_peers(workers: WorkerRegistry) -> dict[str, str]:
+    """Instances at the other end that get no new work from here, and why (D25): no fault of
+    ours, so we stay ready, and a router chooses another pair."""
+    found: dict[str, str] = {}
+    for report in workers.reports().values():
+        found.update(report.refused_peers)
+    return found

@@ -7,7 +7,7 @@ which shares them with its group (R40).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdcore.control.messages import WorkerHealth, WorkerReady
@@ -38,7 +38,7 @@ class WorkerRegistry:
         self._ready: dict[int, WorkerReady] = {}
         self._reported: dict[int, frozenset[str]] = {}
         self._heard_s: dict[int, float] = {}
-        self._counters: dict[int, Mapping[str, float]] = {}
+        self._latest: dict[int, WorkerHealth] = {}
 
     @property
     def state(self) -> InstanceState:
@@ -71,6 +71,7 @@ class WorkerRegistry:
     def lose(self, rank: int, detail: str) -> Sequence[Effect]:
         """The process of this rank is gone. Effects: FailPending for its group."""
         self._ready.pop(rank, None)
+        self._latest.pop(rank, None)
         self._heard_s.pop(rank, None)
         self._report(rank, frozenset())
         return self.instance.worker_lost(WorkerLost(rank, detail)) or ()
@@ -81,7 +82,7 @@ class WorkerRegistry:
         if not 0 <= rank < self.world_size:
             return
         self._heard_s[rank] = now_s
-        self._counters[rank] = health.counters
+        self._latest[rank] = health
         self._report(rank, frozenset(health.problems))
 
     def check(self, now_s: float) -> list[int]:
@@ -150,8 +151,9 @@ class WorkerRegistry:
         """Limits of the instance: those of its lowest rank (all ranks are equal)."""
         return self._ready[min(self._ready)] if self._ready else None
 
-    def counters(self) -> dict[int, Mapping[str, float]]:
-        return {rank: self._counters.get(rank, {}) for rank in sorted(self._ready)}
+    def reports(self) -> dict[int, WorkerHealth]:
+        """The latest report of every ready rank that has sent one, in order of rank."""
+        return {rank: self._latest[rank] for rank in sorted(self._ready) if rank in self._latest}
 
     def __repr__(self) -> str:
         return f"WorkerRegistry({self.instance!r})"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pdcore.control.memory import FaultPlan, MemoryNetwork
     from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
+    from pdcore.scheduler.ledger import Account, audit
     from pdcore.testing.conformance import Report, capability_matrix, run_conformance
     from pdcore.testing.late_writes import LateWriteReport, run_late_writes
     from pdcore.testing.runner import check_model_runner
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 #: exported name -> module.
 _EXPORTS: Final[dict[str, str]] = {
+    "Account": "pdcore.scheduler.ledger",
     "ContractError": "pdcore.testing.runner_rig",
     "FaultPlan": "pdcore.control.memory",
     "Faults": "pdcore.transports.loopback_fabric",
@@ -38,6 +40,7 @@ _EXPORTS: Final[dict[str, str]] = {
     "SimulatedConfig": "pdcore.engine.simulated",
     "TransportHarness": "pdcore.testing.transport_harness",
     "World": "pdcore.testing.world",
+    "audit": "pdcore.scheduler.ledger",
     "capability_matrix": "pdcore.testing.conformance",
     "check_model_runner": "pdcore.testing.runner",
     "make_world": "pdcore.testing.world",
@@ -47,6 +50,7 @@ _EXPORTS: Final[dict[str, str]] = {
 }
 
 __all__ = [
+    "Account",
     "ContractError",
     "FaultPlan",
     "Faults",
@@ -60,6 +64,7 @@ __all__ = [
     "SimulatedConfig",
     "TransportHarness",
     "World",
+    "audit",
     "capability_matrix",
     "check_model_runner",
     "make_world",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from pdcore.control.messages import Abort, Aborted, Submit
+from pdcore.control.messages import Abort, Aborted, Submit, WorkerHealth
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.leg import LegOptions
 from pdcore.types import Role, RoomKey
@@ -40,6 +40,7 @@ def test_health_is_200_only_when_ready_and_names_what_is_missing() -> None:
             "bootstrap": "127.0.0.1:18800",
             "model": "tiny",
             "problems": [],
+            "refused_peers": {},
         }
         world.health("cannot register at 127.0.0.1:18800: 409", rank=1)
         reply = await call(app, "GET", "/health")
@@ -124,6 +125,32 @@ def test_metrics_have_no_label_per_room() -> None:
         assert "pdcore_instance_pending_requests 0.0" in text
         assert 'name="steps"' in text
         assert "room" not in text
+
+    run(play())
+
+
+def test_the_ledger_and_the_peers_that_get_no_work_are_shown() -> None:
+    """Every state of every pool; a peer's fault is told to routers and does not make this
+    instance unready (SGLang I12779)."""
+    states = {"free": 9, "reserved": 1, "held": 2, "leased": 3, "quarantined": 4}
+    peers = {"10.0.0.7:8001": "rank 0: it has not answered 5 heartbeats in a row"}
+
+    async def play() -> None:
+        world = World()
+        health = WorkerHealth(0, [], {}, {"full": states}, peers)
+        world.dispatcher.on_message(0, health)
+        app = app_of(world)
+        text = (await call(app, "GET", "/metrics")).body.decode()
+        for state, count in states.items():
+            labels = f'pool="full",rank="0",state="{state}"'
+            assert f"pdcore_worker_ledger{{{labels}}} {count}.0" in text
+        assert 'pdcore_instance_refused_peer{peer="10.0.0.7:8001"} 1.0' in text
+        stats = (await call(app, "GET", "/stats")).json()
+        assert stats["ledger"] == {"0": {"full": states}}
+        reply = await call(app, "GET", "/health")
+        assert (reply.status, reply.json()["refused_peers"]) == (200, peers)
+        world.dispatcher.on_lost(0, "killed by signal 9")
+        assert (await call(app, "GET", "/health")).json()["refused_peers"] == {}
 
     run(play())
 

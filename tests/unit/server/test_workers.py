@@ -80,7 +80,7 @@ def test_reported_problems_come_and_go() -> None:
     workers.report(WorkerHealth(1, ["bootstrap server refused: 409"], {"steps": 3.0}), 1.0)
     assert workers.state is InstanceState.UNHEALTHY
     assert workers.problems() == ["rank 1: bootstrap server refused: 409"]
-    assert workers.counters()[1] == {"steps": 3.0}
+    assert workers.reports()[1].counters == {"steps": 3.0}
     workers.report(WorkerHealth(1, [], {}), 2.0)
     assert workers.state is InstanceState.READY
     workers.report(WorkerHealth(9, ["not ours"], {}), 2.0)
