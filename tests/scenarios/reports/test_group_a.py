@@ -6,18 +6,19 @@ until the instance hangs. Every test ends with whole ledgers on both sides.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
-from pdcore.control.messages import Status, StatusKind
+from pdcore.control.messages import Claim, Grant, Status, StatusKind
 from pdcore.engine.simulated import simulated_tokens
-from pdcore.fsm.effects import GrantLease, ReleaseLease
-from pdcore.fsm.events import MessageReceived
-from pdcore.fsm.states import SenderState
+from pdcore.fsm.effects import GrantLease, PostTransfer, ReleaseLease, SendMessage
+from pdcore.fsm.events import HandleEnded, MessageReceived, StepCompleted
+from pdcore.scheduler.prefill import PrefillCore
 from pdcore.testing.transport_checks_data import zero_bytes
 from pdcore.testing.transport_harness import LoopbackHarness
 from pdcore.testing.world import World, make_world
-from pdcore.types import RoomKey, SamplingParams
+from pdcore.types import Incarnation, PeerRef, RoomKey, SamplingParams, StepOutput
 from tests.scenarios.reports.fleet import (
     FIVE,
     PROMPT,
@@ -25,6 +26,17 @@ from tests.scenarios.reports.fleet import (
     check_nothing_leaked,
     is_posted,
     let_bytes_move,
+)
+from tests.unit.scheduler.kit import (
+    DECODE,
+    handshake_of,
+    make_decode,
+    make_prefill,
+    make_request,
+    sent,
+    start,
+    tell,
+    tick,
 )
 
 SMALL = {"num_blocks": 10, "prefill_blocks": 64, "stepped": True, "seed": 3}
@@ -142,34 +154,62 @@ def test_a_transfer_of_nothing_completes() -> None:
     zero_bytes(LoopbackHarness())
 
 
-@pytest.mark.parametrize("num_blocks", [24, 64])
-def test_prefill_keeps_its_blocks_until_every_leg_has_them(num_blocks: int) -> None:
-    """vllm-ascend #3332, vllm-ascend #3882: two requests over one pool; what prefill holds
-    for one goes back when its own writes are done, and not with the other's."""
-    world = make_world(num_blocks=64, prefill_blocks=num_blocks, stepped=True)
-    keys = [world.submit([n] * 16, sampling=FIVE) for n in (5, 6)]
-    world.run(lambda: _all_transferring(world, keys))
-    held = world.prefill.worker.core.blocks.audit()["full"]
-    assert held.free == held.total - 8
-    while _all_transferring(world, keys):
-        world.fabric.step()
-        world.step()
-    ledger = world.prefill.worker.core.blocks.audit()["full"]
-    assert ledger.free == ledger.total - 4, "one is done: its four blocks, no more"
-    world.run(lambda: _served(world, keys))
-    world.settle()
-    check_nothing_leaked(world)
+def start_legs(core: PrefillCore, num_legs: int) -> list[PostTransfer]:
+    """A request that is computed, with a write posted to each of so many decode ranks."""
+    request = make_request(12)
+    core.submit(request, 0.0)
+    tick(core)
+    handshake = handshake_of(start(make_decode(), request))
+    handshake = msgspec.structs.replace(handshake, num_required=num_legs)
+    claims: list[tuple[PeerRef, Claim]] = []
+    for rank in range(num_legs):
+        peer = DECODE._replace(rank=rank, incarnation=Incarnation(bytes([rank + 1]) * 16))
+        tell(core, peer, handshake)
+        claims += [
+            (effect.to, effect.message)
+            for effect in tick(core)
+            if isinstance(effect, SendMessage) and isinstance(effect.message, Claim)
+        ]
+    for peer, claim in claims:
+        tell(core, peer, Grant(claim.key, claim.nonce))
+    tick(core)
+    batch = core.schedule(0.0)
+    assert batch is not None
+    core.handle_event(StepCompleted(batch.batch_id, StepOutput([[5]])), 0.0)
+    posts = [effect for effect in tick(core) if isinstance(effect, PostTransfer)]
+    assert len(posts) == num_legs
+    return posts
 
 
-def _all_transferring(world: World, keys: list[RoomKey]) -> bool:
-    records = world.prefill.worker.core.rooms.records
-    states = [records[k].sender.state for k in keys if k in records]
-    return states == [SenderState.TRANSFERRING] * len(keys)
+@pytest.mark.parametrize("num_legs", [1, 2, 4])
+def test_prefill_keeps_its_blocks_until_every_leg_has_them(num_legs: int) -> None:
+    """vllm-ascend #3332, vllm-ascend #3882: with k decode ranks to be written, blocks are
+    free after the k-th write is quiet and not before, whoever counts."""
+    core = make_prefill()
+    posts = start_legs(core, num_legs)
+    for post in posts:
+        assert core.blocks.audit()["full"].free < core.blocks.audit()["full"].total
+        core.handle_event(HandleEnded(post.handle, True), 1.0)
+        tick(core, 1.0)
+    ledger = core.blocks.audit()["full"]
+    assert ledger.free == ledger.total
 
 
-def _served(world: World, keys: list[RoomKey]) -> bool:
-    let_bytes_move(world)
-    return all(world.decode.result(key) for key in keys)
+def test_a_rank_that_needs_nothing_holds_nothing() -> None:
+    """vllm-ascend #3332: with no rank to be written, nothing is kept for it: a decode rank
+    that is a dummy target is answered, and prefill has no leg, no claim and no block."""
+    core, request = make_prefill(), make_request(12)
+    core.submit(request, 0.0)
+    tick(core)
+    handshake = handshake_of(start(make_decode(), request))
+    tell(core, DECODE, msgspec.structs.replace(handshake, is_dummy=True))
+    effects = tick(core)
+    (answer,) = sent(effects, Status)
+    assert isinstance(answer, Status)
+    assert answer.kind is StatusKind.DUMMY
+    assert sent(effects, Claim) == []
+    ledger = core.blocks.audit()["full"]
+    assert ledger.free == ledger.total
 
 
 def test_a_lease_is_released_once_and_by_its_own_end() -> None:
