@@ -94,7 +94,8 @@ def test_an_early_handshake_is_parked_and_used() -> None:
 
 
 def test_d7_a_live_room_is_not_taken_twice() -> None:
-    """D7, SGLang I40125: the second gets 409, the first completes, the loops live."""
+    """D7, SGLang I40125, Mooncake transfer_id collision: the second gets 409, the first
+    completes, the loops live."""
     world = make_world()
     first = world.submit(PROMPT, sampling=EIGHT)
     second = world.submit(PROMPT[::-1], key=RoomKey(first.room, 77), sampling=EIGHT)

@@ -6,19 +6,23 @@ until the instance hangs. Every test ends with whole ledgers on both sides.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
-from pdcore.control.messages import Claim, Grant, Status, StatusKind
+from pdcore.control.messages import Abort, Claim, Grant, Status, StatusKind, Submit
 from pdcore.engine.simulated import simulated_tokens
 from pdcore.fsm.effects import GrantLease, PostTransfer, ReleaseLease, SendMessage
 from pdcore.fsm.events import HandleEnded, MessageReceived, StepCompleted
 from pdcore.scheduler.prefill import PrefillCore
+from pdcore.server.instance import InstanceOptions, create_instance_app
+from pdcore.server.leg import LegOptions
 from pdcore.testing.transport_checks_data import zero_bytes
 from pdcore.testing.transport_harness import LoopbackHarness
 from pdcore.testing.world import World, make_world
-from pdcore.types import Incarnation, PeerRef, RoomKey, SamplingParams, StepOutput
+from pdcore.types import Incarnation, PeerRef, Role, RoomKey, SamplingParams, StepOutput
 from tests.scenarios.reports.fleet import (
     FIVE,
     PROMPT,
@@ -38,6 +42,8 @@ from tests.unit.scheduler.kit import (
     tell,
     tick,
 )
+from tests.unit.server.kit import TEXT, Call, run, settle
+from tests.unit.server.kit import World as ServerWorld
 
 SMALL = {"num_blocks": 10, "prefill_blocks": 64, "stepped": True, "seed": 3}
 
@@ -238,3 +244,59 @@ def test_a_lease_is_released_once_and_by_its_own_end() -> None:
     assert sorted(granted) == sorted(released)
     assert len(set(granted)) == len(granted)
     check_nothing_leaked(world)
+
+
+# --- a client that leaves ------------------------------------------------------------------------
+
+
+#: The turn of the event loop at which the worker says that the request is finished.
+FINISHED_AT = 25
+
+
+async def leave_at(role: Role, turn: int, how: str) -> bool:
+    """The client is gone after so many turns of the event loop; False when the handler had
+    its answer by then. Whatever the worker was sent, it is told to end."""
+    world = ServerWorld()
+    leg = LegOptions(role, "127.0.0.1:8100")
+    app = create_instance_app(InstanceOptions(leg), TEXT, world.dispatcher, clock=world.clock)
+    body = {
+        "prompt": "hi",
+        "bootstrap_room": 5,
+        "attempt": 7,
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 18800,
+    }
+    one = Call(app, "POST", "/v1/completions", body)
+    for step in range(turn):
+        await asyncio.sleep(0)
+        if step == 20:
+            world.tokens(RoomKey(5, 7), [65])
+        if step == FINISHED_AT:
+            world.finish(RoomKey(5, 7), "stop")
+    if one.task.done():
+        return False
+    if how == "cancel":
+        one.task.cancel()
+    else:
+        one.leave()
+    await settle()
+    await asyncio.gather(one.task, return_exceptions=True)
+    was_sent, was_ended = bool(world.link.of(Submit)), bool(world.link.of(Abort))
+    is_finished_there = turn > FINISHED_AT
+    assert was_sent == was_ended or is_finished_there, (turn, how)
+    assert world.dispatcher.num_pending == 0
+    return True
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+def test_a_client_leaves_decode_at_every_turn_of_the_loop(how: str) -> None:
+    """vllm #50425: also before the engine has seen the request, while it is read, encoded,
+    dispatched, waited for; at every point at which the handler awaits anything."""
+
+    async def play() -> int:
+        turn = 0
+        while await leave_at(Role.DECODE, turn, how):
+            turn += 1
+        return turn
+
+    assert run(play()) > FINISHED_AT

@@ -385,7 +385,8 @@ async def leave_after(world: World, app: Any, stream: bool, num_tokens: int) -> 
 def test_a_client_that_leaves_ends_the_request_at_every_point(
     stream: bool, num_tokens: int
 ) -> None:
-    """D47a: no cancellation on disconnect; 400 clients that leave must not pile up."""
+    """D47a, vllm #50425: no cancellation on disconnect; 400 clients that leave must not pile
+    up."""
 
     def deaf(app: Starlette) -> Any:
         """Mutant: nobody listens for the disconnect (a blocking handler in the seed)."""

@@ -227,7 +227,8 @@ def test_a_prefill_refusal_reaches_the_client_and_ends_decode(play: Any) -> None
 
 
 def test_a_fast_decode_failure_does_not_wait_for_prefill(play: Any) -> None:
-    """D10: both posts were gathered, so decode's failure was withheld up to 1800 s."""
+    """D10: both posts were gathered, so decode's failure was withheld up to 1800 s. vllm
+    #41269: prefill is told at once that nobody will fetch what it has."""
 
     async def scene(cluster: Cluster) -> None:
         router = cluster.router()
@@ -352,7 +353,8 @@ async def leave(cluster: Cluster, point: str, app: Callable[[Router], Any]) -> N
 
 @pytest.mark.parametrize("point", ["admission", "waiting", "stream", "stream-slow"])
 def test_a_client_that_leaves_cancels_both_legs_at_every_point(play: Any, point: str) -> None:
-    """D47a: no cancellation on client disconnect."""
+    """D47a, vllm #50425: no cancellation on client disconnect. dynamo #13855: what prefill
+    has prepared never waits for a decode that hears of neither the request nor its end."""
 
     def deaf(router: Router) -> Any:
         """Mutant: nobody watches for the disconnect while something else is awaited."""
