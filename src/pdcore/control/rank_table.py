@@ -136,6 +136,15 @@ class RankTable:
         self._changed(effects)
         return effects is not None
 
+    def lose(self, key: str, now: float) -> bool:
+        """The process that holds this place is gone, on its supervisor's word: out of the
+        route at once, not when its lease runs out, and for good (D32, D48). False when nobody
+        holds it. Raises InvalidRequest for a place that does not exist."""
+        rank = self._ranks.get(key)
+        if rank is None or rank.registration is None:
+            return self.deregister(key, "", now)
+        return self.deregister(key, rank.registration.incarnation, now)
+
     def missing(self, now: float) -> list[str]:
         """Route keys without a live registration, in order; empty means ready (D31, D33)."""
         self._expire(now)

@@ -122,6 +122,10 @@ class DecodeCore:
                     self._commit(record, outcome, now)
             case TopologyFetched():
                 self.prealloc.record(event, now)
+                evicted, topologies = self.prealloc.topologies.evicted, self.prealloc.topologies
+                topologies.evicted = []
+                for incarnation in evicted:
+                    self.inbox.evict(incarnation, "another process has its place", now)
             case PeerLost():
                 gone = PeerRef("", 0, event.incarnation, "")
                 self.inbox.lose_peer(gone, event.detail, event.fenced, now)

@@ -34,10 +34,12 @@ _INCARNATION: Final = re.compile("[0-9a-f]{32}")
 class TopologyEntry:
     """``route`` and ``refusal`` are exclusive; both None while nothing is known."""
 
-    __slots__ = ("fetched_s", "is_fetching", "problem", "refusal", "retry_s", "route")
+    __slots__ = ("fetched_s", "is_fetching", "latest", "problem", "refusal", "retry_s", "route")
 
     def __init__(self) -> None:
         self.route: Route | None = None
+        #: The last route that was served here, whether it may still be used or not.
+        self.latest: Route | None = None
         self.refusal: Failure | None = None
         #: Why the last fetch brought nothing; shown to requests that give up.
         self.problem: Failure | None = None
@@ -54,6 +56,9 @@ class Topologies:
         self.setup = setup
         #: Least recently used first.
         self.entries: OrderedDict[str, TopologyEntry] = OrderedDict()
+        #: Process lives that a newer epoch of their own instance's route has left out; the
+        #: core takes them from here and fails their rooms (D32).
+        self.evicted: list[Incarnation] = []
         #: In hexadecimal, as routes name them; oldest first.
         self._over: OrderedDict[str, None] = OrderedDict()
 
@@ -96,12 +101,17 @@ class Topologies:
                 # protocol), so nobody waits for it.
                 entry.route, entry.refusal, entry.fetched_s = None, entry.problem, now
                 return entry
-            # A stale route may still be good: keep it, the lifecycles notice if it is not.
+            if entry.problem.code == "unavailable":
+                # Its own server says that ranks are missing: this route is over (D48).
+                entry.route = None
+            # Nobody answers: a stale route may still be good, the lifecycles notice if not.
             entry.retry_s = now + self.setup.limits.topology_retry_s
             return entry
         entry.fetched_s = now
         entry.problem = None
         entry.route, entry.refusal = route, None
+        self._compare(entry.latest, route)
+        entry.latest = route
         try:
             check_compatible(self.setup.profile(), profile_of(route))
             for key, rank in route.ranks.items():
@@ -129,6 +139,19 @@ class Topologies:
             ):
                 entry.fetched_s = float("-inf")
                 entry.route = None
+
+    def _compare(self, former: Route | None, route: Route) -> None:
+        """Another epoch: who of the former one is not in it any more?"""
+        if former is None or (former.instance, former.epoch) == (route.instance, route.epoch):
+            return
+        if former.instance == route.instance:
+            here = {rank.incarnation for rank in route.ranks.values()}
+            gone = {r.incarnation for r in former.ranks.values()} - here
+            self.evicted.extend(
+                Incarnation(bytes.fromhex(one))
+                for one in sorted(gone)
+                if _INCARNATION.fullmatch(one)
+            )
 
     def _gone(self, route: Route) -> str | None:
         """The key of a rank whose life is over."""

@@ -119,6 +119,13 @@ class Leader:
         self._sockets = open_sockets(disagg, self._on_message)
         self._token = secrets.token_urlsafe(24)
         self._clock = SystemClock()
+        layout = ParallelLayout(
+            parallel.world_size, parallel.attn_tp_size, parallel.cp_size, parallel.pp_size
+        )
+        #: Epochs go on where a former life of this leader, if there was one, left off.
+        self._ranks = RankTable(
+            RankTableConfig(self.instance, layout), int(self._clock.unix() * 1000)
+        )
         self.dispatcher = Dispatcher(
             self._sockets.link,
             WorkerRegistry(
@@ -208,12 +215,7 @@ class Leader:
         app = create_instance_app(options, model.text, self.dispatcher, clock=self._clock)
         apps: list[tuple[ASGIApp, socket.socket]] = [(app, self._sockets.http)]
         if self._sockets.bootstrap is not None:
-            parallel = config.parallel
-            layout = ParallelLayout(
-                parallel.world_size, parallel.attn_tp_size, parallel.cp_size, parallel.pp_size
-            )
-            table = RankTable(RankTableConfig(self.instance, layout))
-            bootstrap_app = create_bootstrap_app(table, self._clock, self._token)
+            bootstrap_app = create_bootstrap_app(self._ranks, self._clock, self._token)
             apps.insert(0, (bootstrap_app, self._sockets.bootstrap))
         return apps
 
@@ -275,6 +277,9 @@ class Leader:
         self._report_changes()
 
     def _on_lost(self, rank: int, detail: str) -> None:
+        """Its place leaves the route at once: no decode is sent to a process that is gone."""
+        layout = self._ranks.config.layout
+        self._ranks.lose(layout.route_key(layout.coordinates(rank)), self._clock.monotonic())
         self.dispatcher.on_lost(rank, detail)
         self._report_changes()
 

@@ -38,16 +38,21 @@ class Registration:
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._has_tried = threading.Event()
+        self._has_begun = False
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
     def start(self, wait_s: float) -> None:
         """Begin, and wait for the first attempt to end, at most ``wait_s``: a rank that
         registers at once is then never seen as not ready."""
         self._thread.start()
+        self._has_begun = True
         self._has_tried.wait(wait_s)
 
     def problems(self) -> list[str]:
-        """Why the rank is not registered, for WorkerHealth; empty when it is."""
+        """Why the rank is not registered, for WorkerHealth; empty when it is. A thread that
+        ended by an error is said at once, not when the lease has run out."""
+        if self._has_begun and not self._thread.is_alive() and not self._is_closing.is_set():
+            return ["the registration thread has ended, the worker's log says why: restart it"]
         with self._lock:
             return self._registrar.problems(self._clock.monotonic())
 
@@ -62,6 +67,14 @@ class Registration:
             _log.info("not deregistered: %s", reply.failure.detail)
 
     def _run(self) -> None:
+        try:
+            self._renew()
+        finally:
+            # Whoever waits for the first attempt must not wait for a thread that is gone.
+            self._has_tried.set()
+            self._on_change()
+
+    def _renew(self) -> None:
         while not self._is_closing.is_set():
             before = self.problems()
             self._call_if_due()

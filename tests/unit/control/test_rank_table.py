@@ -323,6 +323,44 @@ def test_a_goodbye_counts_for_its_own_life_only() -> None:
         table.deregister("9,9,9", FIRST, 1.0)
 
 
+def check_a_dead_rank_is_not_served(table: RankTable) -> None:
+    """Its leader saw the process end; nothing waits for a lease."""
+    epoch = table.epoch
+    table.lose("0,0,1", 1.0)
+    assert table.missing(1.0) == ["0,0,1"]
+    assert table.route(1.0) is None
+    assert table.epoch > epoch
+
+
+def test_d48_a_rank_whose_process_died_leaves_the_route_at_once() -> None:
+    """D48, D32: the others stay, a late registration of the dead life does not bring it back,
+    and its successor has a route with another epoch."""
+    table = full_table()
+    before = decoded(table, 0.5)
+    check_a_dead_rank_is_not_served(table)
+    assert not table.lose("0,0,1", 1.0), "told twice"
+    with pytest.raises(RegistrationConflict):
+        table.register(registration(0, 1), 1.1)
+    assert table.register(registration(0, 1, incarnation=SECOND), 2.0)
+    after = decoded(table, 2.0)
+    assert after.epoch > before.epoch
+    assert [key for key in KEYS if after.ranks[key] != before.ranks[key]] == ["0,0,1"]
+    with pytest.raises(InvalidRequest, match="9,9,9"):
+        table.lose("9,9,9", 1.0)
+
+
+def test_d48_a_table_that_waits_for_the_lease_is_caught() -> None:
+    class Mutant(RankTable):
+        def lose(self, key: str, now: float) -> bool:
+            return False
+
+    table = Mutant(CONFIG)
+    for dp, tp in itertools.product(range(2), range(2)):
+        table.register(registration(dp, tp), 0.0)
+    with pytest.raises(AssertionError):
+        check_a_dead_rank_is_not_served(table)
+
+
 def test_a_moved_endpoint_of_the_same_life_is_a_new_version() -> None:
     """R24: re-registration of the same key replaces the endpoint."""
     table = full_table()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
@@ -19,6 +20,7 @@ from pdcore.types import (
     Batch,
     FinishReason,
     GenerateRequest,
+    Incarnation,
     Nonce,
     RoomKey,
     SamplingParams,
@@ -363,6 +365,31 @@ def test_a_dead_life_s_route_is_forgotten_before_the_next_request() -> None:
     effects = tick(core, 1.0)
     assert FetchTopology("bootstrap:1") in effects
     assert sent(effects, Handshake) == []
+
+
+def test_d32_an_evicted_life_fails_exactly_its_rooms_and_keeps_their_blocks_out() -> None:
+    """D32: a newer epoch of the route has another process at its place. That is no proof of
+    death: its claim ends by an acknowledgement, nothing else."""
+    core = make_decode()
+    other = PREFILL._replace(instance="other", incarnation=Incarnation(b"o" * 16))
+    gone, stays = make_request(), make_request(bootstrap="bootstrap:2", prefill="other")
+    core.handle_event(TopologyFetched("bootstrap:1", make_route(core.setup)), 0.0)
+    core.handle_event(TopologyFetched("bootstrap:2", make_route(core.setup, other)), 0.0)
+    for request, peer in ((gone, PREFILL), (stays, other)):
+        core.submit(request, 0.0)
+        lease = handshake_of(tick(core)).lease
+        tell(core, peer, Claim(request.key, lease, Nonce(peer.incarnation, 1)), 0.0)
+    tick(core)
+    successor = PREFILL._replace(incarnation=Incarnation(b"s" * 16))
+    newer = msgspec.structs.replace(make_route(core.setup, successor), epoch=77)
+    core.handle_event(TopologyFetched("bootstrap:1", newer), 1.0)
+    (result,) = results(tick(core, 1.0))
+    assert result.key == gone.key
+    assert result.failure is not None
+    assert result.failure.code == "peer_lost"
+    assert core.rooms.records[gone.key].receiver.state is ReceiverState.DRAINING
+    assert core.rooms.records[stays.key].receiver.state is ReceiverState.TRANSFERRING
+    assert core.blocks.ledger()["full"].quarantined == 3
 
 
 # --- sleeping (D46) ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
@@ -297,3 +298,48 @@ def test_d6_addresses_that_clients_choose_fill_a_bounded_table() -> None:
         known.needs_fetch(f"stranger:{i}", 0.0)
         assert known.lookup(AT, 0.0).route is not None, "what is used stays"
     assert len(known.entries) == MAX_ENTRIES
+
+
+def test_d32_another_epoch_drops_the_cache_and_says_who_left() -> None:
+    """D32: the same instance at the same address, one of its ranks in another process."""
+    known = make_topologies()
+    former = wide_route(known.setup, tp=2)
+    ranks = {**former.ranks, "0,0,1": RouteRank("10.0.0.7", 7, "ab" * 16)}
+    newer = msgspec.structs.replace(former, epoch=former.epoch + 1, ranks=ranks)
+    known.record(AT, former, None, 0.0)
+    assert known.evicted == []
+    known.record(AT, newer, None, 1.0)
+    assert known.evicted == [Incarnation(bytes([1] * 16))]
+    assert known.lookup(AT, 1.0).route is newer
+    known.record(AT, newer, None, 2.0)
+    assert len(known.evicted) == 1, "told once"
+
+
+def test_d32_who_left_is_known_although_the_route_was_forgotten_in_between() -> None:
+    known = make_topologies()
+    former = make_route(known.setup)
+    known.record(AT, former, None, 0.0)
+    known.forget(PREFILL.incarnation)
+    known.record(
+        AT, msgspec.structs.replace(make_route(known.setup, SUCCESSOR), epoch=9), None, 1.0
+    )
+    assert known.evicted == [PREFILL.incarnation]
+
+
+def test_another_instance_at_the_address_evicts_nobody() -> None:
+    """It says nothing about the ranks of the former one."""
+    known = make_topologies()
+    other = PeerRef("other", 0, Incarnation(b"Q" * 16), "tcp://other:1")
+    known.record(AT, make_route(known.setup), None, 0.0)
+    known.record(AT, make_route(known.setup, other), None, 1.0)
+    assert known.evicted == []
+
+
+def test_d48_a_route_whose_own_server_says_that_it_is_over_is_dropped() -> None:
+    """D48: 503 with the missing ranks. A server out of reach says nothing of the kind."""
+    known = make_topologies()
+    route = make_route(known.setup)
+    known.record(AT, route, None, 0.0)
+    assert known.record(AT, None, failure("unreachable", "x"), 10.0).route is route
+    gone = failure("unavailable", "1 of 1 ranks (dp,cp,tp) are missing: 0,0,0")
+    assert known.record(AT, None, gone, 11.5).route is None

@@ -100,11 +100,18 @@ def test_the_life_of_an_instance(tmp_path: Path) -> None:
         lost = rig.reports[num_reports]
         assert isinstance(lost, Health)
         assert "killed by SIGKILL" in lost.problems[0]
+        # D48: no decode is sent to the dead any more, long before its lease runs out.
+        gone, refusal = await rig.get(rig.leader.bootstrap, "/bootstrap/route")
+        assert gone == 503 or refusal["ranks"] != route["ranks"]
         status, body = await health(rig)
         assert (status, body["status"]) == (503, "UnHealthy")
         await rig.until(lambda: rig.reports[-1] == Health([]))
         status, body = await health(rig)
         assert status == 200, body
+        status, renewed = await rig.get(rig.leader.bootstrap, "/bootstrap/route")
+        assert status == 200
+        assert renewed["epoch"] > route["epoch"]
+        assert renewed["ranks"]["0,0,0"]["incarnation"] != route["ranks"]["0,0,0"]["incarnation"]
 
         rig.stopping.set()
         assert await rig.running == 0

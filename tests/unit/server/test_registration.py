@@ -94,3 +94,27 @@ def test_it_renews() -> None:
     one.start(BOUND_S)
     assert server.done.wait(BOUND_S)
     one.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_by_an_error_is_a_problem_at_once() -> None:
+    """Readiness tells the truth: the lease would count for seconds more."""
+    server = Server(CallReply())
+    changed = threading.Event()
+    one = registration(server, changed)
+
+    def broken() -> CallReply:
+        if server.num_goodbyes == 0:
+            server.num_goodbyes = 1
+            return CallReply()
+        raise RuntimeError("a bug")
+
+    one._register = broken
+    one.start(BOUND_S)
+    one._thread.join(BOUND_S)
+    assert changed.is_set()
+    assert one.problems() == [
+        "the registration thread has ended, the worker's log says why: restart it"
+    ]
+    one.close()
+    assert one.problems() == []
