@@ -156,7 +156,10 @@ class RankTable:
         if not missing:
             return ""
         described = ", ".join(
-            f"{key} ({self._silence(key, now) or 'not registered'})" for key in missing
+            f"{key} (silent for {now - self._renewed_s[key]:.0f} s)"
+            if self._ranks[key].state is RankState.STALE
+            else f"{key} (not registered)"
+            for key in missing
         )
         return f"{len(missing)} of {len(self._ranks)} ranks (dp,cp,tp) are missing: {described}"
 
@@ -239,11 +242,6 @@ class RankTable:
         self._epoch += 1
         self._encoded = None
         return True
-
-    def _silence(self, key: str, now: float) -> str:
-        if self._ranks[key].state is not RankState.STALE:
-            return ""
-        return f"silent for {now - self._renewed_s[key]:.0f} s"
 
     def _build_route(self) -> Route:
         held = {k: r.registration for k, r in self._ranks.items() if r.registration is not None}
