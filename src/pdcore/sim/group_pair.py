@@ -162,6 +162,11 @@ def name_of(message: PeerMessage) -> str:
             return type(message).__name__.upper()
 
 
+def is_writing(sender: Sender) -> bool:
+    """A write into the decode rank's blocks may land, now or later."""
+    return any(leg.live for leg in sender.legs.values())
+
+
 class PairRules:
     """What one pair does by itself. Sub-classes of the entities may be given: a known-bad
     variant overrides a guard or an action."""
@@ -327,10 +332,6 @@ class PairRules:
         return known
 
     # --- looking ------------------------------------------------------------------------
-
-    def is_writing(self, pair: Pair) -> bool:
-        """A write into the decode rank's blocks may land, now or later."""
-        return any(leg.live for leg in self.senders.entity(pair.prefill).legs.values())
 
     def show(self, pair: Pair) -> str:
         wire = ", ".join(name for name, _ in self.wire.on(pair.net))

@@ -28,7 +28,7 @@ from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.fsm.targets import StatusFrom
 from pdcore.sim.explore import Move
-from pdcore.sim.group_pair import STARTED, WRITTEN, Pair, PairMove, PairRules
+from pdcore.sim.group_pair import STARTED, WRITTEN, Pair, PairMove, PairRules, is_writing
 from pdcore.sim.interned import Stepped
 
 _OVER_D: Final = (ReceiverState.DONE, ReceiverState.FAILED)
@@ -43,6 +43,10 @@ class GroupState(NamedTuple):
 
     first: Pair
     second: Pair
+
+
+def _ordered(rules: PairRules, a: Pair, b: Pair) -> GroupState:
+    return GroupState(a, b) if rules.place(a) <= rules.place(b) else GroupState(b, a)
 
 
 class GroupWorld:
@@ -67,7 +71,7 @@ class GroupWorld:
 
     def moves(self, state: GroupState) -> Iterable[Move[GroupState]]:
         out = [
-            Move(label, move.is_fault, self._ordered(move.pair, other), move.rows)
+            Move(label, move.is_fault, _ordered(self.rules, move.pair, other), move.rows)
             for rank, (pair, other) in enumerate((state, (state.second, state.first)))
             for move, label in self._local_moves(pair, rank)
         ]
@@ -103,9 +107,6 @@ class GroupWorld:
 
     # --- inside -------------------------------------------------------------------------
 
-    def _ordered(self, a: Pair, b: Pair) -> GroupState:
-        return GroupState(a, b) if self.rules.place(a) <= self.rules.place(b) else GroupState(b, a)
-
     def _local_moves(self, pair: Pair, rank: int) -> tuple[tuple[PairMove, str], ...]:
         known = self._local.get((pair, rank))
         if known is None:
@@ -140,7 +141,7 @@ class GroupWorld:
                     self.rules.prefill(p._replace(net=p.net | bit), "compute_started", None, "")
                     for p in state
                 ]
-                after = self._ordered(began[0].pair, began[1].pair)
+                after = _ordered(self.rules, began[0].pair, began[1].pair)
                 rows = began[0].rows + began[1].rows
                 yield Move(f"both prefill ranks compute chunk {chunk}", False, after, rows)
                 return
@@ -150,7 +151,7 @@ class GroupWorld:
         if all(receiver.state not in _OVER_D for receiver in entities):
             outcome = min(receiver.vote() for receiver in entities)
             done = [self.rules.commit_decode(pair, outcome) for pair in state]
-            after = self._ordered(done[0].pair, done[1].pair)
+            after = _ordered(self.rules, done[0].pair, done[1].pair)
             yield Move(f"tick D: MIN {outcome}", False, after, done[0].rows + done[1].rows)
 
     def _tick_prefill(self, state: GroupState) -> Iterator[Move[GroupState]]:
@@ -158,7 +159,7 @@ class GroupWorld:
         if all(sender.state not in _OVER_P for sender in entities):
             outcome = min(sender.vote() for sender in entities)
             done = [self.rules.commit_prefill(pair, outcome) for pair in state]
-            after = self._ordered(done[0].pair, done[1].pair)
+            after = _ordered(self.rules, done[0].pair, done[1].pair)
             yield Move(f"tick P: MIN {outcome}", False, after, done[0].rows + done[1].rows)
 
     def _split_decode(self, state: GroupState) -> Iterator[Move[GroupState]]:
@@ -167,17 +168,19 @@ class GroupWorld:
             mine, theirs = pair.decode_vote, other.decode_vote
             if mine >= _RESULT:
                 done = self.rules.commit_decode(pair, mine - _RESULT)
-                after = self._ordered(done.pair._replace(decode_vote=0), other)
+                after = _ordered(self.rules, done.pair._replace(decode_vote=0), other)
                 yield Move(f"D{rank} applies {mine - _RESULT}", False, after, done.rows)
             elif mine == 0 and receiver.state not in _OVER_D:
                 vote = receiver.vote()
                 if 0 < theirs < _RESULT:
                     result = _RESULT + min(vote, theirs - 1)
-                    after = self._ordered(
-                        pair._replace(decode_vote=result), other._replace(decode_vote=result)
+                    after = _ordered(
+                        self.rules,
+                        pair._replace(decode_vote=result),
+                        other._replace(decode_vote=result),
                     )
                 else:
-                    after = self._ordered(pair._replace(decode_vote=1 + vote), other)
+                    after = _ordered(self.rules, pair._replace(decode_vote=1 + vote), other)
                 yield Move(f"D{rank} votes {vote}", False, after)
 
     def _split_prefill(self, state: GroupState) -> Iterator[Move[GroupState]]:
@@ -186,38 +189,41 @@ class GroupWorld:
             mine, theirs = pair.prefill_vote, other.prefill_vote
             if mine >= _RESULT:
                 done = self.rules.commit_prefill(pair, mine - _RESULT)
-                after = self._ordered(done.pair._replace(prefill_vote=0), other)
+                after = _ordered(self.rules, done.pair._replace(prefill_vote=0), other)
                 yield Move(f"P{rank} applies {mine - _RESULT}", False, after, done.rows)
             elif mine == 0 and sender.state not in _OVER_P:
                 vote = sender.vote()
                 if 0 < theirs < _RESULT:
                     result = _RESULT + min(vote, theirs - 1)
-                    after = self._ordered(
-                        pair._replace(prefill_vote=result), other._replace(prefill_vote=result)
+                    after = _ordered(
+                        self.rules,
+                        pair._replace(prefill_vote=result),
+                        other._replace(prefill_vote=result),
                     )
                 else:
-                    after = self._ordered(pair._replace(prefill_vote=1 + vote), other)
+                    after = _ordered(self.rules, pair._replace(prefill_vote=1 + vote), other)
                 yield Move(f"P{rank} votes {vote}", False, after)
 
     def _pair_problems(self, pair: Pair) -> tuple[str, ...]:
         known = self._problems.get(pair)
         if known is None:
-            known = tuple(self._find_problems(pair))
+            known = tuple(_find_problems(self.rules, pair))
             self._problems[pair] = known
         return known
 
-    def _find_problems(self, pair: Pair) -> Iterator[str]:
-        receiver = self.rules.receivers.entity(pair.decode)
-        sender = self.rules.senders.entity(pair.prefill)
-        if self.rules.is_writing(pair):
-            if receiver.state is ReceiverState.FAILED:
-                yield "a prefill rank can still write into blocks that decode has freed"
-            if receiver.state is ReceiverState.DONE:
-                yield "a prefill rank can still write into blocks that a running request reads"
-        if sender.state in _OVER_P and not sender.is_quiet:
-            yield "source blocks are free while a write or a forward pass uses them"
-        if receiver.state is ReceiverState.DONE and not pair.net & WRITTEN:
-            yield "decode runs a request whose KV never came"
+
+def _find_problems(rules: PairRules, pair: Pair) -> Iterator[str]:
+    receiver = rules.receivers.entity(pair.decode)
+    sender = rules.senders.entity(pair.prefill)
+    if is_writing(sender):
+        if receiver.state is ReceiverState.FAILED:
+            yield "a prefill rank can still write into blocks that decode has freed"
+        if receiver.state is ReceiverState.DONE:
+            yield "a prefill rank can still write into blocks that a running request reads"
+    if sender.state in _OVER_P and not sender.is_quiet:
+        yield "source blocks are free while a write or a forward pass uses them"
+    if receiver.state is ReceiverState.DONE and not pair.net & WRITTEN:
+        yield "decode runs a request whose KV never came"
 
 
 # --- known-bad variants ------------------------------------------------------------------
@@ -262,7 +268,9 @@ class MinOverStates(GroupWorld):
             return
         done = [self.rules.change_decode(pair, "free", _fail_and_free) for pair in state]
         yield Move(
-            "tick D: MIN is Failed, all free", False, self._ordered(done[0].pair, done[1].pair)
+            "tick D: MIN is Failed, all free",
+            False,
+            _ordered(self.rules, done[0].pair, done[1].pair),
         )
 
 

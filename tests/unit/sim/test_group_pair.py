@@ -7,7 +7,7 @@ import pytest
 from pdcore.control.messages import Cancel, CancelAck, Grant, Status, StatusAck, StatusKind
 from pdcore.fsm.legs import FAILED, QUIESCED, READY
 from pdcore.fsm.states import ReceiverState, SenderState
-from pdcore.sim.group_pair import KEY, LEASE, PREFILL, Pair, PairRules, Wire, name_of
+from pdcore.sim.group_pair import KEY, LEASE, PREFILL, Pair, PairRules, Wire, is_writing, name_of
 from pdcore.types import Nonce
 
 NONCE = Nonce(PREFILL.incarnation, 1)
@@ -64,9 +64,10 @@ def test_a_write_is_possible_from_the_post_on_until_it_has_quiesced(rules: PairR
     pair = rules.prefill(granted(rules), "compute_started", None, "").pair
     pair = rules.commit_prefill(take(rules, pair, "has computed"), READY).pair
     assert rules.senders.entity(pair.prefill).state is SenderState.TRANSFERRING
-    assert rules.is_writing(pair)
-    assert rules.is_writing(take(rules, pair, "fails but still writes"))
-    assert not rules.is_writing(take(rules, pair, "has written"))
+    broken = take(rules, pair, "fails but still writes")
+    written = take(rules, pair, "has written")
+    entities = [rules.senders.entity(found.prefill) for found in (pair, broken, written)]
+    assert [is_writing(sender) for sender in entities] == [True, True, False]
 
 
 def test_waiting_for_a_handshake_ends_by_its_own_timer(rules: PairRules) -> None:
