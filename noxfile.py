@@ -87,10 +87,20 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Whole clusters of real processes while parts of them are killed, stopped and restarted;
-    under three minutes."""
+    """Whole clusters of real processes while parts of them are killed, stopped, starved and
+    restarted, the late-write harness, and two minutes of random kills."""
     install_full(session)
     pytest(session, "tests/chaos", workers=1)
+    if not session.posargs:
+        kills = ("-m", "tests.chaos.random_kills", "--seconds", "120", "--json")
+        session.run("python", *kills, env=KEEP_BYTECODE)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """A hundred thousand damaged frames and HTTP bodies; `-- --seed N --only codec` replays."""
+    install_full(session)
+    session.run("python", "-m", "tests.property.fuzz", *session.posargs, env=KEEP_BYTECODE)
 
 
 @nox.session
