@@ -7,6 +7,7 @@ a code always has one HTTP status (D9: never 200 without tokens).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from pdcore.types import Failure
@@ -89,7 +90,14 @@ class PeerGone(TransportError):
 
 
 class EngineError(PdcoreError):
-    """The model runner could not load or execute."""
+    """The model runner could not load or execute.
+
+    ``seq_ids``: the sequences of the batch whose fault it is. Only they fail then, and the step
+    is run again without them; empty: it cannot be told, and the whole batch fails."""
+
+    def __init__(self, detail: str = "", *, seq_ids: Iterable[int] = ()) -> None:
+        super().__init__(detail)
+        self.seq_ids = frozenset(seq_ids)
 
 
 class LifecycleError(PdcoreError):

@@ -258,7 +258,8 @@ class Worker:
             checked = check_output(batch, output, self.runner.vocab_size)
             done = StepCompleted(batch.batch_id, checked)
         except EngineError as error:
-            done = StepCompleted(batch.batch_id, None, failure("internal", str(error)))
+            blamed = error.seq_ids.intersection(batch.seq_ids)
+            done = StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
         except Exception as error:
             # A user's runner may raise anything; its batch fails, the loop goes on (D45).
             log.exception("the model runner failed on %r", batch)

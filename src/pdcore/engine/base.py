@@ -63,8 +63,8 @@ class ModelRunner(Protocol):
     def execute_model(self, batch: Batch) -> StepOutput:
         """Run one step. KV writes are complete (readable by a transport) on return (R123).
 
-        Raises EngineError for a batch it cannot run; the batch's requests fail, the
-        loop goes on.
+        Raises EngineError for a batch it cannot run; the batch's requests fail, or only those
+        that it blames (``seq_ids``), and the loop goes on.
         """
         ...
 

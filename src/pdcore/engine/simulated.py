@@ -345,7 +345,8 @@ class SimulatedRunner:
         block = int(cache.place(np.concatenate(own)[index : index + 1])[0][0])
         raise EngineError(
             f"sequence {seq}: the KV of position {int(positions[index])} in block {block}, entry "
-            f"{self.kv_cache_spec.entries[entry].name}, is not what was computed"
+            f"{self.kv_cache_spec.entries[entry].name}, is not what was computed",
+            seq_ids=(seq,),
         )
 
     def _positions_to_check(self, computed: int) -> Int64Array:

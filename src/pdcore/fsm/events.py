@@ -79,8 +79,10 @@ class RequestRefused(Event, frozen=True, gc=False):
 
 
 class StepCompleted(Event, frozen=True, gc=False):
-    """The engine ran the batch the core handed out last; ``output`` None: it failed."""
+    """The engine ran the batch the core handed out last; ``output`` None: it failed.
+    ``blamed``: it failed for these sequences of the batch alone; empty: for all of them."""
 
     batch_id: int
     output: StepOutput | None
     failure: Failure | None = None
+    blamed: frozenset[int] = frozenset()

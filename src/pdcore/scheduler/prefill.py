@@ -251,11 +251,15 @@ class PrefillCore:
         for chunk in chunks:
             record = self.rooms.records.get(chunk.seq.key)
             if record is not None:
+                is_spared = bool(event.blamed) and chunk.seq.seq_id not in event.blamed
                 if reason is None:
                     ready = _ready(record, chunk, self._align, now)
+                elif is_spared:
+                    # Not its fault: the same chunk is computed again.
+                    ready = KvReady(record.sender.ready_tokens)
                 else:
                     ready = KvReady(0, failure=reason)
-                if chunk.is_last:
+                if chunk.is_last and not is_spared:
                     self.waiting.pop(record.key, None)
                 self.rooms.emit(record, record.sender.compute_ended(ready), now)
 

@@ -132,7 +132,8 @@ class Running:
             yield seq
 
     def complete(self, event: StepCompleted, now: float) -> None:
-        """Tokens of the batch handed out last; a failed step fails its requests only."""
+        """Tokens of the batch handed out last; a failed step fails its requests only, or those
+        of them that the engine blames."""
         batch = self._batch
         if batch is None or batch.batch_id != event.batch_id:
             return
@@ -151,7 +152,8 @@ class Running:
             except EngineError as error:
                 why = failure("internal", str(error))
         if why is not None or event.output is None:
-            members = list(batch.seq_ids)
+            # Those that are not to blame are in the next batch again, from the same state.
+            members = list(event.blamed or batch.seq_ids)
             if batch.phase is Phase.DECODE:
                 self.batcher.abandon()
             why = why or failure("internal", "the engine returned nothing for a step")

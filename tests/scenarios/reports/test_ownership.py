@@ -318,22 +318,7 @@ def test_nothing_is_left_of_what_ends_before_or_after_its_transfer() -> None:
     assert len(world.prefill.worker.core.inbox.parked) <= 1
 
 
-# --- bytes --------------------------------------------------------------------------------
-
-
-def test_a_byte_that_flips_on_the_way_fails_its_request_and_no_other() -> None:
-    """SGLang PR39229, PR39500: found by the engine of this world, whose KV proves itself; the
-    request ends with an error before a token is computed from the wrong byte, and those that
-    come after get their own, right tokens."""
-    world = make_world(stepped=True)
-    bad = until_posted(world)
-    me = world.prefill.worker.core.setup.me.incarnation
-    world.fabric.faults(me).corrupt_next = True
-    assert finish(world, bad) == "internal"
-    assert world.decode.tokens(bad) == simulated_tokens(world.model, PROMPT, 1)
-    for shift in range(3):
-        check_serves(world, [one + shift for one in PROMPT])
-    check_whole(world)
+# --- metadata -----------------------------------------------------------------------------
 
 
 def swapped(world: World) -> Callable[[PeerMessage], PeerMessage]:
