@@ -2,14 +2,15 @@
 
 A cancel may overtake its request or get lost (protocol models, Q5): so an Abort is repeated
 with back-off until its worker answers or dies, and a dispatch that was cancelled before it
-came leaves a tombstone. Both tables are bounded; safety depends on neither.
+came leaves a tombstone. Both tables are bounded: tombstones by number and age, aborts because
+they count as requests in flight (D60). Safety depends on neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pdcore.control.messages import Abort, LeaderMessage
@@ -109,13 +110,21 @@ class AbortTable:
     async def answer(self, key: RoomKey) -> bool:
         """Wait for the worker's answer to an abort that was sent: applied or not."""
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._entries[key].waiters.append(waiter)
-        return await waiter
+        waiters = self._entries[key].waiters
+        waiters.append(waiter)
+        try:
+            return await waiter
+        finally:
+            waiters.remove(waiter)  # who has given up must not pile up at a worker that hangs
 
     def resolve(self, key: RoomKey, applied: bool) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.resolve(applied)
+
+    def unanswered(self) -> Iterable[RoomKey]:
+        """Dispatches whose abort no worker has answered."""
+        return self._entries.keys()
 
     def lose(self, rank: int) -> None:
         """The worker is dead: what it had has ended."""

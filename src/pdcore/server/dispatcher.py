@@ -227,10 +227,14 @@ class Dispatcher:
             raise RoomInUse(f"attempt {attempt} of bootstrap_room {room} was dispatched before")
         if here is False:
             raise Refused(failure("cancelled", "cancelled before it arrived"))
-        if len(self._pending) >= self.limits.max_pending:
+        # A worker that has not answered an abort may still hold that request.
+        num_held = len(self._pending) + sum(
+            key not in self._pending for key in self._aborts.unanswered()
+        )
+        if num_held >= self.limits.max_pending:
             self.counters["overloaded"] += 1
             raise Overloaded(
-                f"{len(self._pending)} requests are in flight, the limit is "
+                f"{num_held} requests are in flight, the limit is "
                 f"{self.limits.max_pending}; try again later"
             )
 

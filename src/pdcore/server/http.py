@@ -30,6 +30,9 @@ BODY_TIMEOUT_S: Final = 30.0
 #: What is sent after a request's deadline waits this long for a client that does not read.
 LAST_SEND_S: Final = 5.0
 
+#: Characters of an error's message that a client gets.
+MAX_DETAIL: Final = 2000
+
 _TYPES: Final = {404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
 
 
@@ -49,13 +52,22 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 def error_body(why: Failure, param: str | None = None) -> bytes:
     kind = "invalid_request_error" if why.http_status < 500 else "server_error"
     kind = _TYPES.get(why.http_status, kind)
-    return msgspec.json.encode({"error": ErrorDetail(why.detail, kind, why.code, param)})
+    return msgspec.json.encode({"error": ErrorDetail(clean(why.detail), kind, why.code, param)})
+
+
+def clean(text: str) -> str:
+    """A failure's text may be a peer's: on its way to a client it is one line of bounded
+    length, without control characters, which terminals and logs would obey."""
+    if len(text) <= MAX_DETAIL and text.isprintable():
+        return text
+    cut = text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."
+    return "".join(c if c.isprintable() else " " for c in cut)
 
 
 def failure_of(error: PdcoreError) -> tuple[Failure, str | None]:
     """(failure, field) of an error that a request may meet before it is dispatched."""
     if isinstance(error, Refused):
-        return error.failure, None
+        return error.failure, error.param
     if isinstance(error, InvalidRequest):
         return failure("invalid_request", str(error)), error.field
     if isinstance(error, RoomInUse):

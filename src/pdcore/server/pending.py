@@ -15,11 +15,13 @@ from pdcore.types import Failure, GenerateRequest, RoomKey
 
 
 class Refused(PdcoreError):
-    """A request that was not dispatched; ``failure`` is what the client hears."""
+    """A request that was not dispatched; ``failure`` is what the client hears, ``param`` the
+    field at fault, if one is."""
 
-    def __init__(self, why: Failure) -> None:
+    def __init__(self, why: Failure, param: str | None = None) -> None:
         super().__init__(why.detail)
         self.failure = why
+        self.param = param
 
 
 class Ended(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Final
 
 from starlette.applications import Starlette
@@ -27,17 +27,19 @@ from starlette.types import Receive, Scope, Send
 
 from pdcore.clock import Clock
 from pdcore.config.deploy import BOOTSTRAP_PORT
-from pdcore.errors import PdcoreError, failure
+from pdcore.errors import HTTP_STATUS, PdcoreError, failure
 from pdcore.fsm.routed import Leg
 from pdcore.router.core import RouterCore, RouterLimits
-from pdcore.router.events import LegLost, StreamEnded
+from pdcore.router.events import InstanceEvicted, LegAnswered, LegLost, StreamEnded
 from pdcore.router.fleet import Fleet, Health
 from pdcore.router.policies import Rng, parse_targets, read_fields
+from pdcore.router.rooms import Recorded
 from pdcore.server import sse
 from pdcore.server.aborts import Timers
 from pdcore.server.client import Client, HttpClient, Origin, Timeout
 from pdcore.server.client import Response as Upstream
 from pdcore.server.exchange import HttpError
+from pdcore.server.gate import Gate
 from pdcore.server.http import (
     ClientGone,
     bounded_send,
@@ -55,10 +57,12 @@ from pdcore.server.http import (
 from pdcore.server.metrics import CONTENT_TYPE, Metrics, Sample
 from pdcore.server.openai import Endpoint, decode_fields
 from pdcore.server.probe import Prober
-from pdcore.server.session import Decision, Session, Shell
+from pdcore.server.session import Decision, Session, Shell, error_code
 
 _MODELS_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=5.0)
 _MAX_MODELS_BYTES: Final = 1 << 20
+#: Says that an answer is the recorded one.
+REPLAYED: Final = ((b"x-pdcore-replayed", b"1"),)
 
 
 def create_router_app(
@@ -86,7 +90,13 @@ def create_router_app(
     core = RouterCore(fleet, limits or RouterLimits(), rng or random.SystemRandom())
     used = client or HttpClient()
     shell = Shell(core, used, clock, timers, max_reply_bytes=max_reply_bytes)
-    prober = Prober(fleet, used, interval_s=probe_interval_s)
+    prober = Prober(
+        fleet,
+        used,
+        interval_s=probe_interval_s,
+        on_evicted=lambda member, detail: shell.event(InstanceEvicted(member, detail)),
+    )
+    gate = Gate(core.limits.max_in_flight)
     metrics = Metrics("pdcore_router", lambda: _samples(core))
     pages = _Pages(core, used, prober, metrics, clock)
 
@@ -106,7 +116,7 @@ def create_router_app(
         *(
             Route(
                 endpoint.value,
-                RouterEndpoint(endpoint, shell, prober, clock, metrics, max_body_bytes),
+                RouterEndpoint(endpoint, shell, prober, clock, metrics, gate, max_body_bytes),
                 methods=["POST"],
             )
             for endpoint in Endpoint
@@ -129,6 +139,7 @@ class RouterEndpoint:
         prober: Prober,
         clock: Clock,
         metrics: Metrics,
+        gate: Gate,
         max_body_bytes: int,
     ) -> None:
         self._path = endpoint.value
@@ -136,6 +147,7 @@ class RouterEndpoint:
         self._prober = prober
         self._clock = clock
         self._metrics = metrics
+        self._gate = gate
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +155,8 @@ class RouterEndpoint:
         status = 499
         self._metrics.in_flight.inc()
         try:
-            status = await self._serve(scope, receive, send, start_s)
+            with self._gate:
+                status = await self._serve(scope, receive, send, start_s)
         except ClientGone:
             pass
         except PdcoreError as error:
@@ -158,14 +171,26 @@ class RouterEndpoint:
         body = await read_body(scope, receive, self._max_body_bytes)
         fields = decode_fields(body)
         read = read_fields(fields)
-        if self._shell.core.fleet.problem() is not None:
-            await self._prober.probe_all()  # perhaps one is back; else the answer is 503
-        session = self._shell.open(self._path, fields, read)
         watch = asyncio.ensure_future(disconnected(receive))
+        try:
+            if self._shell.core.fleet.problem() is not None:
+                # Perhaps one is back; else the answer is 503.
+                await _unless_gone(watch, self._prober.probe_all())
+            session = self._shell.open(self._path, fields, read)
+            send = bounded_send(send, self._shell.core.limits.budget_s(read))
+            if isinstance(session, Recorded):
+                return await _replay(session, send)
+            return await self._attend(session, watch, send, start_s)
+        finally:
+            watch.cancel()
+
+    async def _attend(
+        self, session: Session, watch: asyncio.Future[None], send: Send, start_s: float
+    ) -> int:
+        """Until the client has its answer, or is gone."""
         watch.add_done_callback(
             lambda done: None if done.cancelled() else self._shell.leave(session)
         )
-        send = bounded_send(send, self._shell.core.limits.budget_s(read))
         try:
             decision = await session.decided
             return await self._respond(session, decision, send, start_s)
@@ -195,23 +220,64 @@ class RouterEndpoint:
         upstream socket is not read either."""
         await start_stream(send)
         splitter = sse.EventSplitter()
-        ticket, attempt = session.ticket, session.attempt
+        ticket, attempt, recording = session.ticket, session.attempt, session.recording
+        events = b""
         try:
             while chunk := await upstream.next_chunk():
-                if events := splitter.feed(chunk):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                if found := splitter.feed(chunk):
+                    events = found
+                    if recording is not None:
+                        recording.add(found)
+                    await send({"type": "http.response.body", "body": found, "more_body": True})
         except (HttpError, sse.EventTooLarge) as error:
             if not session.is_over:  # else we closed it ourselves
                 self._shell.event(LegLost(ticket, attempt, Leg.DECODE, True, str(error)))
-            last = b""
         else:
-            self._shell.event(StreamEnded(ticket, attempt))
-            last = splitter.rest
+            end = stream_end(ticket, attempt, events)
+            self._shell.event(end)
+            if isinstance(end, LegAnswered):  # decode has told the client itself
+                await send({"type": "http.response.body", "body": b""})
+                return end.status
         why = session.stream_failure
-        if why is not None:
-            last = sse.event(error_body(why))
+        if recording is not None and why is None:
+            recording.keep(200, sse.CONTENT_TYPE)
+        last = b"" if why is None else sse.event(error_body(why))
         await send({"type": "http.response.body", "body": last})
         return 200 if why is None else why.http_status
+
+
+def stream_end(ticket: int, attempt: int, events: bytes) -> StreamEnded | LegAnswered | LegLost:
+    """What the end of a stream means, by its last event: [DONE], decode's own error, or
+    anything else, which is a stream that broke off (D9)."""
+    data = sse.last_data(events)
+    if data == b"[DONE]":
+        return StreamEnded(ticket, attempt)
+    code = error_code(data)
+    if code:
+        return LegAnswered(ticket, attempt, Leg.DECODE, HTTP_STATUS.get(code, 500), code)
+    return LegLost(ticket, attempt, Leg.DECODE, True, "its stream ended without [DONE]")
+
+
+async def _unless_gone(watch: asyncio.Future[None], awaited: Coroutine[None, None, None]) -> None:
+    """Await something before there is a session: a client that leaves ends the wait."""
+    task = asyncio.ensure_future(awaited)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            raise ClientGone("client gone")
+        await task
+    finally:
+        task.cancel()
+
+
+async def _replay(recorded: Recorded, send: Send) -> int:
+    """A finished room's result again, a stream as a stream (D7)."""
+    if recorded.content_type.startswith(sse.CONTENT_TYPE):
+        await start_stream(send, REPLAYED)
+        await send({"type": "http.response.body", "body": recorded.body})
+    else:
+        await respond(send, recorded.status, recorded.body, REPLAYED, recorded.content_type)
+    return recorded.status
 
 
 class _Pages:

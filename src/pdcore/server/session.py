@@ -34,6 +34,7 @@ from pdcore.router.events import (
 from pdcore.router.fleet import Member
 from pdcore.router.outbox import SendCancel
 from pdcore.router.policies import ClientFields, inject
+from pdcore.router.rooms import Recorded, Recording, digest_of
 from pdcore.server import sse
 from pdcore.server.aborts import Timers, call_later
 from pdcore.server.client import Client, Origin, Response, Timeout
@@ -76,6 +77,7 @@ class Session:
         "fields",
         "is_over",
         "path",
+        "recording",
         "replies",
         "stream_failure",
         "streams",
@@ -91,6 +93,8 @@ class Session:
         self.attempt = 0
         self.decided: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         self.stream_failure: Failure | None = None
+        #: Where the result of a room that its client chose is kept (D7).
+        self.recording: Recording | None = None
         #: The core has ended it; what happens to the client now changes nothing.
         self.is_over = False
         self.tasks: dict[tuple[int, Leg], asyncio.Task[None]] = {}
@@ -130,10 +134,23 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
 
-    def open(self, path: str, fields: Mapping[str, msgspec.Raw], read: ClientFields) -> Session:
-        """Raises what :meth:`RouterCore.submit` raises; then nothing was started."""
+    def open(
+        self, path: str, fields: Mapping[str, msgspec.Raw], read: ClientFields
+    ) -> Session | Recorded:
+        """The session of a new request, or the recorded result of one that is finished (D7).
+        Raises what :meth:`RouterCore.submit` and :meth:`Rooms.recall` raise; then nothing was
+        started."""
         session = Session(path, fields)
-        ticket = self.core.submit(read, self._clock.monotonic(), self._clock.unix())
+        now_s = self._clock.monotonic()
+        if read.room is not None:
+            digest = digest_of(path, fields)
+            if read.replaces is None:
+                recorded = self.core.rooms.recall(read.room, digest, now_s)
+                if recorded is not None:
+                    return recorded
+            if digest is not None:
+                session.recording = self.core.rooms.recording(read.room, digest)
+        ticket = self.core.submit(read, now_s, self._clock.unix())
         session.ticket = ticket
         self._sessions[ticket] = session
         self._pump()
@@ -156,6 +173,8 @@ class Shell:
         """The handler is done with it, for whatever reason."""
         self.leave(session)
         self._sessions.pop(session.ticket, None)
+        if session.recording is not None:
+            session.recording.close()
         for attempt in {*session.streams, *(attempt for attempt, _ in session.tasks)}:
             session.drop(attempt)
 
@@ -239,7 +258,8 @@ class Shell:
                 reply = LegReply(response.status, content_type or JSON, retry_after, data)
                 reply = _checked(leg, member, reply)
                 session.replies[attempt, leg] = reply
-                event = LegAnswered(session.ticket, attempt, leg, reply.status)
+                code = error_code(reply.body) if reply.status >= 400 else ""
+                event = LegAnswered(session.ticket, attempt, leg, reply.status, code)
         except HttpError as error:
             event = LegLost(session.ticket, attempt, leg, error.sent, str(error))
         self.event(event)
@@ -293,8 +313,12 @@ def _decide(session: Session, answer: Answer) -> None:
     if session.decided.done():
         return
     if answer.leg is not None:
-        decision = Decision(reply=session.replies[answer.attempt, answer.leg])
+        reply = session.replies[answer.attempt, answer.leg]
+        decision = Decision(reply=reply)
         session.is_over = True
+        if session.recording is not None and answer.failure is None:
+            session.recording.add(reply.body)
+            session.recording.keep(reply.status, reply.content_type)
     elif answer.failure is not None:
         decision = Decision(failure=answer.failure)
         session.is_over = True
@@ -303,6 +327,22 @@ def _decide(session: Session, answer: Answer) -> None:
         # a deadline) closes it.
         decision = Decision(stream=session.streams[answer.attempt])
     session.decided.set_result(decision)
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str = ""
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+def error_code(body: bytes) -> str:
+    """The code in an error's body; empty where it has none."""
+    try:
+        return msgspec.json.decode(body, type=_ErrorBody).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _checked(leg: Leg, member: Member, reply: LegReply) -> LegReply:

@@ -49,6 +49,14 @@ class EventSplitter:
         return data[:end]
 
 
+def last_data(events: bytes) -> bytes:
+    """The data of the last event of ``events``, which ends with one; empty where it has none."""
+    lines = events.replace(b"\r\n", b"\n").strip(b"\n").rpartition(b"\n\n")[2].split(b"\n")
+    return b"\n".join(
+        line.removeprefix(b"data:").lstrip(b" ") for line in lines if line.startswith(b"data:")
+    )
+
+
 def _end(data: bytes, mark: bytes) -> int:
     """Index after the last ``mark``; 0 where there is none."""
     at = data.rfind(mark)

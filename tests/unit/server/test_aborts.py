@@ -90,3 +90,25 @@ def test_history_is_bounded_and_expires() -> None:
     assert history.get(RoomKey(1, 1), 9.9) is True
     assert history.get(RoomKey(1, 2), 9.9) is False
     assert history.get(RoomKey(1, 2), 10.0) is None
+
+
+def test_who_gave_up_waiting_does_not_pile_up() -> None:
+    """D60: POST /cancel is resent while a worker hangs; each one left a waiter."""
+
+    async def play() -> None:
+        aborts, _ = table(FakeLink([0]))
+        aborts.send(KEY, 0, "a", unless_received=True)
+        for _ in range(50):
+            waiting = asyncio.ensure_future(aborts.answer(KEY))
+            await settle(2)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        assert list(aborts.unanswered()) == [KEY]
+        assert aborts._entries[KEY].waiters == []
+        last = asyncio.ensure_future(aborts.answer(KEY))
+        await settle(2)
+        aborts.resolve(KEY, True)
+        assert await last is True
+        assert list(aborts.unanswered()) == []
+
+    run(play())

@@ -213,6 +213,37 @@ def test_more_than_the_limit_is_a_429_and_nothing_is_sent() -> None:
     world.dispatcher.submit(world.request(2, 2))
 
 
+def check_a_worker_that_hangs_is_not_given_more(world: World) -> None:
+    """Clients that leave and come again, and a worker that answers nothing."""
+    for attempt in range(1, 10):
+        key = RoomKey(attempt, attempt)
+        try:
+            world.dispatcher.submit(world.request(*key))
+        except Overloaded:
+            break
+        world.dispatcher.abort(key, "the client is gone")
+    assert len(world.link.of(Submit)) <= 3, "more than it may hold"
+
+
+def test_requests_whose_abort_is_not_answered_are_in_flight() -> None:
+    """D60: they were forgotten at once, so that nothing bounded them while a worker hung."""
+    limits = DispatcherLimits(max_pending=3)
+    world = World(limits=limits)
+    check_a_worker_that_hangs_is_not_given_more(world)
+    world.dispatcher.on_message(0, Aborted(RoomKey(1, 1), True))
+    world.dispatcher.submit(world.request(20, 20))
+
+    class Forgets(World):
+        """Mutant: only what a handler waits for counts."""
+
+        def __init__(self) -> None:
+            super().__init__(limits=limits)
+            self.dispatcher._aborts.unanswered = tuple  # type: ignore[method-assign]
+
+    with pytest.raises(AssertionError, match="more than it may hold"):
+        check_a_worker_that_hangs_is_not_given_more(Forgets())
+
+
 def test_a_prompt_too_large_for_the_link_is_a_413() -> None:
     class Small(FakeLink):
         def send(self, rank: int, message: LeaderMessage) -> bool:

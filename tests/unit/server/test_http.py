@@ -172,3 +172,15 @@ def test_a_client_that_does_not_read_is_given_up_with_its_request(
 
     run(play(0.002))
     run(play(-1.0))
+
+
+def test_a_peers_words_reach_a_client_as_one_clean_line_of_bounded_length() -> None:
+    """D41's cousin: a failure's text may come over the control channel from anybody."""
+    wild = "lost\r\nx-evil: 1\x1b[2J\x00\ud800 " + "y" * 10_000
+    body = json.loads(http.error_body(failure("peer_lost", wild)))
+    message = body["error"]["message"]
+    assert message.isprintable()
+    assert len(message) == http.MAX_DETAIL
+    assert message.startswith("lost  x-evil: 1 [2J")
+    assert message.endswith("yyy...")
+    assert http.clean("as it is, \u00e9\u4e2d") == "as it is, \u00e9\u4e2d"

@@ -20,6 +20,7 @@ from pdcore.engine.tokenizer import byte_symbols
 from pdcore.errors import failure
 from pdcore.server import http
 from pdcore.server import leg as leg_module
+from pdcore.server.dispatcher import DispatcherLimits
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.leg import LegOptions
 from pdcore.server.openai import SamplingDefaults
@@ -590,6 +591,32 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path: str) -> No
             "takes hold at most 384"
         )
         assert tokenizer.encoded == []
+
+    run(play())
+
+
+def test_requests_that_are_being_read_or_encoded_have_a_bound_too() -> None:
+    """D60: they are not in flight yet, and each may hold its whole body."""
+
+    async def play() -> None:
+        world = World(limits=DispatcherLimits(max_pending=1))
+        app = app_of(world)
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+        inboxes: list[asyncio.Queue[dict[str, Any]]] = [asyncio.Queue(), asyncio.Queue()]
+
+        async def send(message: Any) -> None:
+            raise AssertionError("there is nobody to answer")
+
+        tasks = [asyncio.ensure_future(app(scope, inbox.get, send)) for inbox in inboxes]
+        await settle()
+        reply = await call(app, "POST", "/generate", HI)
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        for inbox in inboxes:
+            inbox.put_nowait({"type": "http.disconnect"})
+        await asyncio.gather(*tasks)
+        one = await begin(world, app, "/generate")
+        one.leave()
+        await one.done()
 
     run(play())
 

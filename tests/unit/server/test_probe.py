@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pdcore.router.fleet import UNREACHABLE_AFTER, Fleet, Health
+from pdcore.router.fleet import UNREACHABLE_AFTER, Fleet, Health, Member
 from pdcore.router.policies import parse_targets
-from pdcore.server.client import ConnectFailed, HttpError, Origin, Timeout
+from pdcore.server.client import ConnectFailed, HttpError, Origin, PoolTimeout, Timeout
 from pdcore.server.exchange import DEFAULT_TIMEOUT, Exchange
 from pdcore.server.probe import Prober
 from tests.unit.server.kit import run, settle
@@ -150,7 +150,7 @@ def test_a_bug_in_one_probe_ends_neither_the_others_nor_the_prober() -> None:
         """An exception that is not HttpError is not expected."""
 
         async def probe_all(self) -> None:
-            reports = [await self._probe(member) for _, member in self._fleet.members()]
+            reports = [await self._probe(*known) for known in self._fleet.members()]
             assert len(reports) == 3
 
     run(check(Prober))
@@ -165,5 +165,62 @@ def test_an_instance_that_answers_nothing_is_told_from_one_that_is_ill() -> None
             await probe.probe_all()
         gone = [m.target.netloc for _, m in fleet.members() if m.stays_unreachable]
         assert gone == ["d:3"]
+
+    run(play())
+
+
+def test_an_instance_that_stays_away_is_evicted_once_and_again_after_it_was_back() -> None:
+    """D48: eviction is of an instance without a word, not of one that is ill."""
+
+    async def play() -> None:
+        fleet, client, _ = prober({1: (200, UP), 2: (503, SICK), 3: ConnectFailed("refused")})
+        evicted: list[tuple[Member, str]] = []
+        probe = Prober(fleet, client, timeout_s=2.0, on_evicted=lambda *gone: evicted.append(gone))
+        for _ in range(UNREACHABLE_AFTER - 1):
+            await probe.probe_all()
+        assert evicted == []
+        for _ in range(5):
+            await probe.probe_all()
+        assert evicted == [(fleet.decodes[0], "d:3 gave no answer to 10 probes in a row: refused")]
+        client.answers[3] = (200, UP)
+        await probe.probe_all()
+        client.answers[3] = ConnectFailed("refused")
+        for _ in range(UNREACHABLE_AFTER):
+            await probe.probe_all()
+        assert len(evicted) == 2
+
+    run(play())
+
+
+def test_connections_that_are_all_busy_say_nothing_against_an_instance() -> None:
+    """2048 long streams took every connection, the probe got none, and an instance that
+    served them all was Down, after ten probes gone."""
+
+    async def play() -> None:
+        fleet, client, probe = prober(dict.fromkeys((1, 2, 3), (200, UP)))
+        await probe.probe_all()
+        client.answers[3] = PoolTimeout("all 2048 connections to d:3 stayed busy for 2 s")
+        for _ in range(2 * UNREACHABLE_AFTER):
+            await probe.probe_all()
+        assert fleet.decodes[0].health is Health.UP
+        assert not fleet.decodes[0].stays_unreachable
+
+    run(play())
+
+
+def test_an_instance_listed_under_the_other_role_is_not_used_and_told_apart() -> None:
+    async def play() -> None:
+        mode = b'{"status":"Up","disaggregation_mode":"%s"}'
+        fleet, _, probe = prober(
+            {1: (200, mode % b"DECODE"), 2: (200, mode % b"PREFILL"), 3: (200, mode % b"PREFILL")}
+        )
+        await probe.probe_all()
+        health = [m.health for _, m in fleet.members()]
+        assert health == [Health.DOWN, Health.UP, Health.DOWN]
+        assert fleet.prefills[0].detail == (
+            "p:1 is listed in prefill_addrs, but it says that it is a decode instance: list the "
+            "address of a prefill instance there"
+        )
+        assert "d:3 is listed in decode_addrs" in fleet.decodes[0].detail
 
     run(play())

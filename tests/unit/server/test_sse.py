@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcore.server.sse import EventSplitter, EventTooLarge, event
+from pdcore.server.sse import DONE, EventSplitter, EventTooLarge, event, last_data
 
 
 @given(
@@ -43,3 +43,18 @@ def test_an_event_without_end_is_refused() -> None:
 
 def test_an_event_is_one_data_line() -> None:
     assert event(b'{"a":1}') == b'data: {"a":1}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "data"),
+    [
+        (b"", b""),
+        (event(b"1"), b"1"),
+        (event(b"1") + DONE, b"[DONE]"),
+        (b"data: 1\r\n\r\ndata:2\r\n\r\n", b"2"),
+        (b"id: 7\ndata: a\ndata: b\n\n", b"a\nb"),
+        (event(b"1") + b": ping\n\n", b""),
+    ],
+)
+def test_the_last_events_data(events: bytes, data: bytes) -> None:
+    assert last_data(events) == data

@@ -1,0 +1,70 @@
+"""A parsed request becomes the worker's. test_leg.py drives the rest through HTTP; here are
+what an error names and what a request carries of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdcore.errors import PdcoreError
+from pdcore.server.http import failure_of
+from pdcore.server.openai import Endpoint, parse_request
+from pdcore.server.prepare import LegOptions, Preparer
+from pdcore.types import GenerateRequest, Role
+from tests.unit.server.kit import TEXT, World, run
+
+PD: dict[str, Any] = {
+    "bootstrap_room": 5,
+    "attempt": 7,
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_port": 18800,
+}
+
+
+def prepare(
+    endpoint: Endpoint, fields: dict[str, Any], role: Role = Role.DECODE
+) -> GenerateRequest:
+    world = World()
+    options = LegOptions(role=role, instance="127.0.0.1:8100", request_timeout_s=60.0)
+    preparer = Preparer(options, TEXT, world.dispatcher, world.clock)
+    parsed = parse_request(endpoint, msgspec.json.encode({**PD, **fields}))
+
+    async def play() -> GenerateRequest:
+        return await preparer.prepare(parsed)
+
+    return run(play())
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": [1] * 97}, "prompt_too_long", "prompt"),
+        ({"prompt": "x" * 1000}, "prompt_too_long", "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 97}]}, "prompt_too_long", "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 999}]}, "prompt_too_long", "messages"),
+        ({"prompt": "hi", "model": "another"}, "model_not_found", "model"),
+        ({"prompt": [300]}, "invalid_request", "prompt"),
+    ],
+)
+def test_an_error_names_the_field_that_is_at_fault(
+    role: Role, fields: dict[str, Any], code: str, param: str
+) -> None:
+    """OpenAI's ``param`` was null for these."""
+    endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.GENERATE
+    with pytest.raises(PdcoreError) as caught:
+        prepare(endpoint, fields, role)
+    why, found = failure_of(caught.value)
+    assert (why.code, found) == (code, param)
+
+
+def test_a_request_has_the_time_that_the_router_left_it() -> None:
+    """Rule 8: absolute expiry and remaining seconds; without a router the client's timeout,
+    else the instance's own limit."""
+    ours = prepare(Endpoint.GENERATE, {"prompt": "hi", "remaining_s": 7.5, "expires_at_s": 99.0})
+    assert (ours.remaining_s, ours.expires_at_s) == (7.5, 99.0)
+    asked = prepare(Endpoint.GENERATE, {"prompt": "hi", "timeout": 3.0})
+    assert asked.remaining_s == 3.0
+    assert prepare(Endpoint.GENERATE, {"prompt": "hi"}).remaining_s == 60.0
