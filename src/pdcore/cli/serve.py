@@ -37,6 +37,9 @@ _ONLY_FOR: Final = {
     "prefill_ips": ("decode",),
     "prefill_addrs": ("router",),
     "decode_addrs": ("router",),
+    "on_prefill_loss": ("router",),
+    "max_attempts": ("router",),
+    "max_in_flight": ("router",),
 }
 
 
@@ -66,6 +69,12 @@ class NodeFlags:
     """Router: leaders of prefill instances, host:port, separated by commas."""
     decode_addrs: Words = ()
     """Router: leaders of decode instances, host:port, separated by commas."""
+    on_prefill_loss: Literal["fail", "retry"] | None = None
+    """Router: when a prefill that had accepted is lost; default retry, on another one."""
+    max_attempts: int | None = None
+    """Router: attempts of one request, the first one counted; default 3."""
+    max_in_flight: int | None = None
+    """Router: requests at once; default 4096, more are answered 429."""
 
 
 def serve(
@@ -173,6 +182,9 @@ def router_config(node: NodeFlags, engine: EngineFlags, env: Environment) -> Rou
             "prefill_addrs": list(split_words(node.prefill_addrs)),
             "decode_addrs": list(split_words(node.decode_addrs)),
             "bootstrap_ports": list(node.bootstrap_port) or None,
+            "on_prefill_loss": node.on_prefill_loss,
+            "max_attempts": node.max_attempts,
+            "max_in_flight": node.max_in_flight,
             "log_level": engine.log_level or env.log_level,
         }
     }

@@ -166,6 +166,22 @@ class RouterConfig:
     drain_s: float = bounded(
         30.0, "s", "running requests may finish this long after SIGTERM (D59)", low=0
     )
+    max_in_flight: int = bounded(
+        4096, "requests", "more are answered 429 with Retry-After (D60)", low=1
+    )
+    on_prefill_loss: str = choice(
+        "retry",
+        ("fail", "retry"),
+        "a prefill that had accepted is lost before the first token: answer the failure, or make "
+        "another attempt on another prefill instance",
+    )
+    max_attempts: int = bounded(
+        3,
+        "attempts",
+        "of one request, the first one counted; it kills no more instances than this if it kills "
+        "whatever runs it",
+        low=1,
+    )
     log_level: str = choice("info", ("debug", "info", "warning", "error"), "of the router's log")
 
     def __attrs_post_init__(self) -> None:

@@ -6,11 +6,20 @@ import asyncio
 from collections.abc import Callable
 
 from pdcore.config import RouterConfig
-from pdcore.router.core import RouterLimits
+from pdcore.router.limits import OnPrefillLoss, RouterLimits
 from pdcore.server.process import Bound, Ready, Report
 from pdcore.server.router import create_router_app
 from pdcore.server.serve import AppServer, bind
 from pdcore.system_clock import SystemClock
+
+
+def router_limits(config: RouterConfig) -> RouterLimits:
+    return RouterLimits(
+        max_in_flight=config.max_in_flight,
+        request_timeout_s=config.request_timeout_s,
+        on_prefill_loss=OnPrefillLoss(config.on_prefill_loss),
+        max_attempts=config.max_attempts,
+    )
 
 
 async def run_router(
@@ -24,7 +33,7 @@ async def run_router(
         config.decode_addrs,
         config.bootstrap_ports,
         clock=SystemClock(),
-        limits=RouterLimits(request_timeout_s=config.request_timeout_s),
+        limits=router_limits(config),
         max_body_bytes=config.max_body_bytes,
     )
     server = AppServer(app, bind(config.host, config.port))

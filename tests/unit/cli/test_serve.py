@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from pdcore.cli import main
@@ -59,6 +60,10 @@ def test_flags_of_a_router() -> None:
     assert router.bootstrap_ports == (7, 8)
     assert router.port == 0
     assert router.log_level == "error"
+    assert (router.on_prefill_loss, router.max_attempts, router.max_in_flight) == ("retry", 3, 4096)
+    node = attrs.evolve(node, on_prefill_loss="fail", max_attempts=1, max_in_flight=9)
+    router = router_config(node, EngineFlags(), Environment())
+    assert (router.on_prefill_loss, router.max_attempts, router.max_in_flight) == ("fail", 1, 9)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_flags_of_a_router() -> None:
     [
         ("router", NodeFlags(), "--prefill-addrs: --role router needs it"),
         ("router", NodeFlags(prefill_addrs=("a:1",)), "--decode-addrs: --role router needs"),
+        ("decode", NodeFlags(max_attempts=2), "--max-attempts: is for --role router"),
         ("router", NodeFlags(ips=("a",)), "--ips: is for --role prefill or decode"),
         ("prefill", NodeFlags(prefill_ips=("a",)), "--prefill-ips: is for --role decode"),
         ("decode", NodeFlags(decode_addrs=("a:1",)), "--decode-addrs: is for --role router"),

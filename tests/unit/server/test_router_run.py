@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from pdcore.config import RouterConfig
+from pdcore.router.limits import OnPrefillLoss
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.process import Bound, Ready, Report
-from pdcore.server.router_run import run_router
+from pdcore.server.router_run import router_limits, run_router
 
 
 def test_a_router_without_backends_listens_and_says_503() -> None:
@@ -40,3 +41,17 @@ def test_a_router_without_backends_listens_and_says_503() -> None:
             await main()
 
     asyncio.run(bounded())
+
+
+def test_settings_of_a_router_reach_its_core() -> None:
+    config = RouterConfig(
+        prefill_addrs=("p:1",),
+        decode_addrs=("d:1",),
+        request_timeout_s=9.0,
+        max_in_flight=7,
+        on_prefill_loss="fail",
+        max_attempts=5,
+    )
+    limits = router_limits(config)
+    assert (limits.request_timeout_s, limits.max_in_flight) == (9.0, 7)
+    assert (limits.on_prefill_loss, limits.max_attempts) == (OnPrefillLoss.FAIL, 5)
