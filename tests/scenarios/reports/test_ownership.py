@@ -10,22 +10,16 @@ import pytest
 
 from pdcore.config import CoreLimits
 from pdcore.control.messages import (
-    Cancel,
-    CancelAck,
     Finished,
-    Grant,
     PeerMessage,
     Status,
     StatusKind,
 )
 from pdcore.engine.simulated import simulated_tokens
-from pdcore.fsm.effects import PostTransfer
-from pdcore.fsm.events import HandleEnded, StepCompleted
-from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.kv.cache import KVBlocks
 from pdcore.testing.world import World, make_world
-from pdcore.types import Nonce, PeerRef, RoomKey, StepOutput
+from pdcore.types import PeerRef, RoomKey, StepOutput
 from tests.scenarios.reports.kit import (
     FIVE,
     PROMPT,
@@ -39,75 +33,8 @@ from tests.scenarios.reports.kit import (
 )
 from tests.unit.scheduler.kit import (
     DECODE,
-    handshake_of,
-    make_decode,
-    make_prefill,
-    make_request,
-    sent,
-    start,
     tell,
-    tick,
 )
-
-# --- every writer acknowledges, for itself ------------------------------------------------
-
-
-def check_every_canceller_is_answered(num_ranks: int) -> None:
-    """So many decode ranks of one request cancel at once, while their writes run."""
-    core = make_prefill()
-    request = make_request()
-    core.submit(request, 0.0)
-    handshake = msgspec.structs.replace(
-        handshake_of(start(make_decode(), request)), num_required=num_ranks
-    )
-    peers = [DECODE._replace(rank=rank) for rank in range(num_ranks)]
-    for peer in peers:
-        tell(core, peer, handshake)
-    tick(core)
-    legs = core.rooms.records[request.key].sender.legs
-    nonces = {rank: leg.nonce for rank, leg in legs.items()}
-    for peer in peers:
-        tell(core, peer, Grant(request.key, nonces[peer.rank]))
-    tick(core)
-    batch = core.schedule(0.0)
-    assert batch is not None
-    core.handle_event(StepCompleted(batch.batch_id, StepOutput([[7]])), 0.0)
-    posts = [effect for effect in tick(core) if isinstance(effect, PostTransfer)]
-    assert len(posts) == num_ranks
-    for peer in peers:
-        tell(core, peer, Cancel(request.key, handshake.lease, (nonces[peer.rank],)))
-    assert sent(tick(core), CancelAck) == [], "acknowledged while a write may still land"
-    answered: list[Nonce | None] = []
-    for post in posts:
-        core.handle_event(HandleEnded(post.handle, quiesced=True), 0.0)
-        answered += [m.nonce for m in sent(tick(core), CancelAck) if isinstance(m, CancelAck)]
-    assert sorted(map(str, answered)) == sorted(map(str, nonces.values()))
-    assert core.blocks.audit()["full"].free == core.blocks.audit()["full"].total
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_every_rank_that_cancels_gets_its_own_acknowledgement(num_ranks: int) -> None:
-    """SGLang PR38961: N cancels of one request give N acknowledgements, each when its own
-    write is quiet; none overwrites or drops another's."""
-    check_every_canceller_is_answered(num_ranks)
-
-
-def test_a_sender_that_remembers_one_canceller_only_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """SGLang PR38961: the last one to cancel takes the place of those before it."""
-    due = Sender._acks_due
-
-    def last_only(self: Sender):
-        cancelled = [leg for leg in self.legs.values() if leg.cancelled]
-        for leg in cancelled[:-1]:
-            leg.cancelled = False
-        return due(self)
-
-    monkeypatch.setattr(Sender, "_acks_due", last_only)
-    with pytest.raises(AssertionError):
-        check_every_canceller_is_answered(2)
-
 
 # --- aborts at every moment ---------------------------------------------------------------
 
