@@ -151,7 +151,7 @@ class DecodeCore:
                 continue
             receiver = record.receiver
             if kind == "deadline":
-                late = failure("deadline_exceeded", f"decode was in {receiver.state.value}")
+                late = record.overdue(now)
                 if receiver.state is S.DONE:
                     self.running.stop(record, finish_reason_of(late), late, now)
                 else:

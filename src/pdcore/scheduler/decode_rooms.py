@@ -26,7 +26,7 @@ from pdcore.control.messages import (
 from pdcore.errors import failure
 from pdcore.fsm.effects import Effect, FencePeer, SendMessage
 from pdcore.fsm.events import LeaseRevoked, MessageReceived
-from pdcore.fsm.receiver import Receiver
+from pdcore.fsm.receiver import RECEIVER, Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.fsm.targets import Admission, CancelAckFrom, ClaimFrom, StatusFrom
 from pdcore.kv.cache import KVBlocks
@@ -37,7 +37,8 @@ from pdcore.scheduler.peers import PeeredRooms, name_of
 from pdcore.scheduler.queues import RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import GenerateRequest, Incarnation, LeaseId, PeerRef
+from pdcore.scheduler.waiting import overdue
+from pdcore.types import Failure, GenerateRequest, Incarnation, LeaseId, PeerRef, Role
 
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
@@ -87,6 +88,13 @@ class DecodeRecord(RoomRecord):
     def awaited(self) -> list[PeerRef]:
         targets = self.receiver.targets.values()
         return [t.peer for t in targets if t.nonce is not None and not t.over]
+
+    def overdue(self, now: float) -> Failure:
+        """Why its deadline passed: what it waited for, and whom."""
+        state = self.receiver.state
+        owing = [t.peer for t in self.receiver.targets.values() if t.record is None]
+        info, waited_s = RECEIVER.info[state], now - self.accepted_s
+        return overdue(Role.DECODE, state.value, info, waited_s, owing, self.request.prefill)
 
     def unheard(self) -> list[PeerRef]:
         """Handshakes that nobody answered with a claim or an outcome."""

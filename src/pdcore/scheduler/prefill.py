@@ -154,7 +154,7 @@ class PrefillCore:
             if kind == "deadline":
                 for peer in record.unheard():
                     self.rooms.peer_failed(peer, "a claim went unanswered", now)
-                late = failure("deadline_exceeded", f"prefill was in {sender.state.value}")
+                late = record.overdue(now)
                 self.rooms.emit(record, sender.deadline_expired(late), now)
             elif kind == "resend":
                 self.rooms.resend(record, now)

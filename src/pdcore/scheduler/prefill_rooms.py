@@ -33,7 +33,7 @@ from pdcore.errors import CodecError, IncompatibleError, failure
 from pdcore.fsm.effects import Effect, PostTransfer, SendMessage
 from pdcore.fsm.events import HandleEnded, MessageReceived
 from pdcore.fsm.legs import CancelFrom, HandshakeFrom, StatusAckFrom
-from pdcore.fsm.sender import Sender
+from pdcore.fsm.sender import SENDER, Sender
 from pdcore.fsm.states import SenderState
 from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import hash_token_ids
@@ -42,7 +42,8 @@ from pdcore.scheduler.posting import PlanError, fill_transfer
 from pdcore.scheduler.queues import ExpiringTable, RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
-from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, RoomKey
+from pdcore.scheduler.waiting import overdue
+from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, Role, RoomKey
 
 #: Decoded endpoints kept; one per decode rank and life, so small.
 MAX_DESTINATIONS: Final = 1024
@@ -84,6 +85,13 @@ class PrefillRecord(RoomRecord):
 
     def awaited(self) -> list[PeerRef]:
         return [leg.peer for leg in self.sender.legs.values() if leg.live]
+
+    def overdue(self, now: float) -> Failure:
+        """Why its deadline passed: what it waited for, and whom."""
+        state = self.sender.state
+        owing = [leg.peer for leg in self.sender.legs.values() if not leg.granted]
+        info, waited_s = SENDER.info[state], now - self.accepted_s
+        return overdue(Role.PREFILL, state.value, info, waited_s, owing, self.request.decode)
 
     def unheard(self) -> list[PeerRef]:
         """Claims that decode did not answer with a grant or a refusal."""
