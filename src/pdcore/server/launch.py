@@ -139,12 +139,7 @@ class Supervisor:
             if is_over:
                 return
             _log.error("worker %d: %s; it is started again", rank, told)
-            await asyncio.sleep(self._pause_s(slot.failures))
-
-    def _pause_s(self, failures: int) -> float:
-        doublings = min(max(0, failures - 1), 16)
-        pause_s: float = self._config.restart_initial_s * 2**doublings
-        return min(pause_s, self._config.restart_max_s)
+            await asyncio.sleep(restart_pause_s(self._config, slot.failures))
 
     async def _run_once(self, rank: int, slot: _Slot) -> tuple[str, Path | None, int]:
         """One life of a worker: (how it ended, the log that says why, exit status)."""
@@ -178,6 +173,13 @@ class Supervisor:
             child.failure = f"not ready within {self._config.ready_timeout_s:g} s"
             return await child.stop(self._config.stop_timeout_s)
         return await asyncio.shield(exited)
+
+
+def restart_pause_s(config: ServerConfig, failures: int) -> float:
+    """Seconds before the next try after ``failures`` starts in a row that never served."""
+    doublings = min(max(0, failures - 1), 16)
+    pause_s: float = config.restart_initial_s * 2**doublings
+    return min(pause_s, config.restart_max_s)
 
 
 def cpu_slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:

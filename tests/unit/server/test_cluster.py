@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+import attrs
 import pytest
 
 from pdcore.config import InstanceConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -16,7 +18,9 @@ from pdcore.control.bootstrap_client import split_host_port
 from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
 from pdcore.errors import ConfigError
 from pdcore.server.client import HttpClient, Origin
-from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed
+from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, at_former_addresses
+from pdcore.server.leader_main import LeaderSpec, Spec
+from pdcore.server.process import Bound, Child
 
 BOUND_S = 90.0
 SERVER = ServerConfig(drain_s=2.0, log_level="error")
@@ -101,6 +105,112 @@ def test_a_member_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
         await cluster.stop()
 
     run(main)
+
+
+async def until(cluster: Cluster, condition: Callable[[], bool]) -> None:
+    """The cluster's own news wake us."""
+    await cluster._until_true(condition)
+
+
+QUICK = attrs.evolve(SERVER, restart_initial_s=0.01, restart_max_s=0.02)
+
+
+def test_d45_a_member_that_dies_is_started_again_and_ends_nobody(tmp_path: Path) -> None:
+    """D45: one leader's death is not the cluster's. It comes back at its former addresses,
+    where the others look for it, and the next request is served; so does the router."""
+
+    async def main() -> None:
+        config = ClusterConfig(attrs.evolve(INSTANCE, server=QUICK))
+        cluster = Cluster(config, tmp_path, tmp_path / "run")
+        client = HttpClient()
+        try:
+            await cluster.start()
+            url = cluster.url
+            expected = simulated_tokens(SimulatedConfig(), [5, 6, 7], 12)
+            for victim in cluster.members:
+                pids = {m.name: m.child.pid for m in cluster.members}
+                bound, former = victim.bound, pids.pop(victim.name)
+                os.kill(former, signal.SIGKILL)
+                await until(cluster, lambda v=victim, f=former: v.child.pid != f and v.is_ready)
+                assert (victim.bound, cluster.url) == (bound, url)
+                others = {m.name: m.child.pid for m in cluster.members if m is not victim}
+                assert others == pids
+                assert await until_served(client, url, [5, 6, 7]) == expected
+        finally:
+            await client.aclose()
+            await cluster.stop()
+
+    run(main)
+
+
+async def until_served(client: HttpClient, url: str, prompt: list[int]) -> list[int]:
+    """The router looks once a second; until it has seen the newcomer the answer is 503."""
+    while True:
+        try:
+            return await complete(client, url, prompt)
+        except AssertionError as error:
+            if "unavailable" not in str(error) and "peer_lost" not in str(error):
+                raise
+
+
+def test_d45_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D45: a member that cannot be started any more ends the cluster, with the reason."""
+
+    async def main() -> None:
+        server = attrs.evolve(QUICK, max_restarts=2)
+        cluster = Cluster(
+            ClusterConfig(attrs.evolve(INSTANCE, server=server)), tmp_path, tmp_path / "run"
+        )
+        tries: list[str] = []
+
+        def no_memory(name: str, spec: Spec) -> Child:
+            tries.append(name)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        try:
+            await cluster.start()
+            monkeypatch.setattr(cluster, "_spawn", no_memory)
+            os.kill(cluster.members[1].child.pid, signal.SIGKILL)
+            reason = await cluster.failed()
+        finally:
+            await cluster.stop()
+        assert reason.startswith("decode-0 ended: cannot be started: Cannot allocate memory")
+        assert tries == ["decode-0"] * 3
+
+    run(main)
+
+
+def test_the_router_is_ready_when_the_instances_are(tmp_path: Path) -> None:
+    """It listens before; but until instances serve its answer is 503."""
+
+    async def main() -> None:
+        seen: list[list[bool]] = []
+
+        def look() -> None:
+            if len(cluster.members) == 3:
+                seen.append([m.is_ready for m in cluster.members])
+
+        cluster = Cluster(ClusterConfig(INSTANCE), tmp_path, tmp_path / "run", look)
+        try:
+            await cluster.start()
+        finally:
+            await cluster.stop()
+        assert [True, True, True] in seen
+        assert not [ready for ready in seen if ready[2] and not all(ready)]
+
+    run(main)
+
+
+def test_former_addresses_are_kept() -> None:
+    spec = LeaderSpec(INSTANCE, "cache", "run")
+    assert at_former_addresses(spec, None) is spec
+    again = at_former_addresses(spec, Bound("127.0.0.1:81", "127.0.0.1:82"))
+    assert isinstance(again, LeaderSpec)
+    assert (again.config.disagg.http_port, again.config.disagg.bootstrap_port) == (81, 82)
+    assert again.config.disagg.link_port == 0
+    decode = at_former_addresses(spec, Bound("[::1]:81"))
+    assert isinstance(decode, LeaderSpec)
+    assert decode.config.disagg.bootstrap_port == INSTANCE.disagg.bootstrap_port
 
 
 @pytest.mark.parametrize("count", [0, 65])
