@@ -252,8 +252,10 @@ class LoopbackFabric:
                     _unpin(job)
             for link in [k for k in self._links if k.receiver is dead]:
                 self.close_link(link, "the peer is gone")
-            fenced = dead.caps.death_fences and not (late and posted)
             for peer in dead.peers:
+                # Fenced for whom nothing is on its way: to him nothing of this life comes.
+                is_awaited = late and any(job.link.receiver is peer for job in posted)
+                fenced = dead.caps.death_fences and not is_awaited
                 peer.push(PeerDied(incarnation, fenced, detail))
                 peer.peers = [other for other in peer.peers if other is not dead]
 
@@ -323,7 +325,9 @@ class LoopbackFabric:
         sender, receiver = job.link.sender, job.link.receiver
         if job.status is not None:
             sender.push(Completion(job.handle, job.status, quiesced=True, detail=job.detail))
-        more = any(other.link.sender is sender for other in self._late)
+        more = any(
+            other.link.sender is sender and other.link.receiver is receiver for other in self._late
+        )
         if not sender.alive and not more and sender.caps.death_fences:
             receiver.push(PeerDied(sender.incarnation, fenced=True, detail="last write landed"))
 

@@ -278,3 +278,24 @@ def test_capabilities_follow_the_revocation(kind: Revocation) -> None:
     assert caps.revocation is kind
     assert caps.one_sided == (kind is not Revocation.RECEIVER_ENFORCED)
     assert caps.death_fences == (kind is not Revocation.QUARANTINE)
+
+
+def check_death_is_fenced_per_peer(world: World) -> None:
+    other = world.transport(Revocation.SENDER_ACK, "decode:1")
+    other.allocate(256)
+    world.sender.connect(other.descriptor())
+    world.submit()
+    world.steps(1)
+    gone = world.sender.incarnation
+    world.fabric.die(gone, late=True)
+    assert other.poll() == [PeerDied(gone, True, "killed")]
+    assert world.receiver.poll() == [PeerDied(gone, False, "killed")]
+    world.drain()
+    assert world.receiver.poll() == [PeerDied(gone, True, "last write landed")]
+    assert other.poll() == []
+
+
+def test_late_writes_to_one_peer_are_no_wait_for_another() -> None:
+    """A peer to whom nothing is on its way has its proof with the death; it would wait for
+    ever for that of a last byte that goes elsewhere, with all that the dead one could write."""
+    check_death_is_fenced_per_peer(World())
