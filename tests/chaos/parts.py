@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,17 @@ SETTLE_S = 60.0
 REQUEST_S = 4.0
 LANES = 12
 
+#: A death in mid-request: somebody noticed and said so.
+LOST = frozenset({"ok", "peer_lost", "unreachable", "unavailable", "transfer_failed"})
+#: Silence is only ever told by time.
+SILENT = LOST | {"deadline_exceeded"}
+
+
+def expect_only(outcomes: list[Outcome], allowed: frozenset[str]) -> None:
+    """Nothing but these kinds, so never a wrong token and never an answer that is late."""
+    bad = Counter(one.problem for one in outcomes if one.kind not in allowed)
+    assert not bad, bad
+
 
 class Parts:
     """Two prefill and two decode instances and a router, each by ``pdcore serve``."""
@@ -56,7 +68,6 @@ class Parts:
         self._know("router")
         self.expect_up()
         self.free = self._idle_pools()
-        self._segments = len(segments(self.pids()))
 
     @staticmethod
     def _first_arguments(name: str) -> list[str]:
@@ -160,6 +171,23 @@ class Parts:
         used.pop("kv_total", None)
         return now.get("kv_free") == self.free[name] and not used
 
+    def _foreign_segments(self) -> set[tuple[str, int]]:
+        """(part, inode) of segments that a part maps and no living worker owns."""
+        owned = {self._own_segment(name) for name in INSTANCES}
+        return {
+            (name, inode)
+            for name in self.programs
+            for inode in segments(family(self.programs[name].pid))
+            if inode not in owned
+        }
+
+    def _own_segment(self, name: str) -> int:
+        """Of the one whose descriptor it holds: peers only map it."""
+        for fd in Path(f"/proc/{self.pid(f'{name} worker')}/fd").iterdir():
+            if "pdcore-kv" in os.readlink(fd):
+                return fd.stat().st_ino
+        return 0
+
     def expect_whole(self) -> None:
         """Up; every block of every pool free, none quarantined, held, leased or draining;
         no segment mapped but those of the four workers that live; requests answered."""
@@ -172,10 +200,10 @@ class Parts:
                 f"the pool of {name} is whole: {self.ledger(name)}",
             )
         until(
-            lambda: len(segments(self.pids())) == self._segments,
+            lambda: self._foreign_segments() == set(),
             self.pid("router"),
             SETTLE_S,
-            "segments of dead workers are unmapped",
+            f"segments of dead workers are unmapped: {self._foreign_segments()}",
         )
         most = max(fds for fds, _ in usage(self.pids()).values())
         assert most < 150, usage(self.pids())

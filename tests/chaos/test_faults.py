@@ -10,49 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.parts import Load, Parts
+from tests.chaos.parts import LOST, SILENT, Load, Parts, expect_only
 from tests.scenarios.processes import Cluster, segments, wait_gone
-from tests.scenarios.soak_client import Outcome
 
 pytestmark = pytest.mark.slow
-
-#: A death in mid-request: somebody noticed and said so.
-LOST = frozenset({"ok", "peer_lost", "unreachable", "unavailable", "transfer_failed"})
-#: Silence is only ever told by time.
-SILENT = LOST | {"deadline_exceeded"}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Parts]]:
-    """The cluster that all tests use, or none yet."""
-    holder: list[Parts] = []
-    yield holder
-    for parts in holder:
-        parts.close()
-
-
-@pytest.fixture
-def parts(shared: list[Parts], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    """Whole. After a test that failed the next one gets another."""
-    if not shared:
-        shared.append(Parts(tmp_path_factory.mktemp("parts")))
-    parts = shared[0]
-    parts.is_whole = False
-    yield parts
-    if not parts.is_whole:
-        shared.clear()
-        parts.close()
-
-
-def expect_only(outcomes: list[Outcome], allowed: frozenset[str]) -> None:
-    """Nothing but these kinds, so never a wrong token and never an answer that is late."""
-    bad = Counter(one.problem for one in outcomes if one.kind not in allowed)
-    assert not bad, bad
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
