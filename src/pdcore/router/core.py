@@ -200,10 +200,9 @@ class RouterCore:
             self._apply(live, ok(LegReport(event.attempt)), now_s)
             live.answered = None
             return
-        member = live.member(event.leg)
+        member = live.member(event.leg) if event.attempt == routed.attempt else None
         why = fallback_of(live, event)
-        is_current = event.attempt == routed.attempt
-        if member is not None and is_current and isinstance(event, LegLost) and not event.sent:
+        if member is not None and isinstance(event, LegLost) and event.is_refused:
             self.fleet.mark_down(member, event.detail)
         if self._retry(live, event, why, now_s):
             return

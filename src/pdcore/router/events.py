@@ -24,13 +24,20 @@ class LegAnswered(NamedTuple):
 
 
 class LegLost(NamedTuple):
-    """No complete answer. ``sent`` False: the leg certainly did not get the request."""
+    """No complete answer. ``sent`` False: the leg certainly did not get the request.
+    ``is_busy``: for want of a free connection, which says nothing against the instance."""
 
     ticket: int
     attempt: int
     leg: Leg
     sent: bool
     detail: str
+    is_busy: bool = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Nobody took the connection."""
+        return not self.sent and not self.is_busy
 
 
 class StreamBegan(NamedTuple):

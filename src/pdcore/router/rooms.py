@@ -198,8 +198,8 @@ class Recording:
 
 
 def digest_of(path: str, fields: Mapping[str, msgspec.Raw]) -> bytes | None:
-    """Identity of what a request asks: equal in any order and spacing of its JSON. None for a request
-    that is not idempotent, neither greedy nor seeded. (An instance whose defaults are not
+    """Identity of what a request asks: equal in any order and spacing of its JSON. None for
+    one that is not idempotent, neither greedy nor seeded. (An instance whose defaults are not
     greedy has its first result given again too: it is the result of that room.)"""
     try:
         if not _is_idempotent(fields):

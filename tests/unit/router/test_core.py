@@ -448,6 +448,16 @@ def test_a_refused_connection_goes_to_another_instance() -> None:
         assert all(member.num_live == 0 for _, member in router.fleet.members())
 
 
+def test_for_want_of_a_connection_nobody_is_down() -> None:
+    """2048 requests at one decode took every connection to it; the next one found none within
+    5 s, and the instance that served them all got no request any more."""
+    router = Router(num_decode=2)
+    ticket, first = router.submit()
+    router.event(LegLost(ticket, first.attempt, D, False, "all connections are busy", True))
+    assert first.decode.health is Health.UP
+    assert router.of(Dispatch)[-1].decode is not first.decode
+
+
 def test_a_busy_instance_is_tried_elsewhere_once() -> None:
     router = Router(num_decode=3, max_attempts=2)
     ticket, first = router.submit()

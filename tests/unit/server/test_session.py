@@ -13,12 +13,12 @@ import pytest
 from pdcore.clock import ManualClock
 from pdcore.fsm.routed import Leg
 from pdcore.router.core import RouterCore, RouterLimits
-from pdcore.router.fleet import Fleet, Report
+from pdcore.router.fleet import Fleet, Health, Report
 from pdcore.router.policies import ClientFields, parse_targets
-from pdcore.server.client import ConnectFailed, Origin, Timeout
+from pdcore.server.client import ConnectFailed, Origin, PoolTimeout, Timeout
 from pdcore.server.exchange import DEFAULT_TIMEOUT, Exchange
 from pdcore.server.http import ClientGone
-from pdcore.server.session import Session, Shell
+from pdcore.server.session import Session, Shell, error_code
 from tests.unit.server.kit import ManualTimers, run, settle
 
 
@@ -29,6 +29,7 @@ class Upstream:
         self.exchanges: dict[str, Exchange] = {}
         self.bodies: dict[str, bytes] = {}
         self.refused: set[int] = set()
+        self.busy: set[int] = set()
         self.broken = False
 
     async def request(
@@ -43,6 +44,8 @@ class Upstream:
     ) -> Exchange:
         if self.broken:
             raise RuntimeError("a bug")
+        if origin.port in self.busy:
+            raise PoolTimeout(f"all connections to {origin.netloc} stayed busy")
         if origin.port in self.refused:
             raise ConnectFailed(f"cannot connect to {origin.netloc}")
         name = f"{origin.host}{target}"
@@ -85,6 +88,7 @@ class Scene:
     async def open(self) -> Session:
         fields = {"prompt": msgspec.Raw(b'"hi"')}
         session = self.shell.open("/generate", fields, ClientFields(room=5))
+        assert isinstance(session, Session)
         await settle(5)
         return session
 
@@ -180,6 +184,36 @@ def test_a_refused_decode_goes_to_the_other_one() -> None:
         await scene.shell.aclose()
 
     run(play())
+
+
+def test_a_leg_without_a_free_connection_is_not_one_that_is_down() -> None:
+    async def play() -> None:
+        scene = Scene(num_decode=2)
+        scene.upstream.busy = {11}
+        session = await scene.open()
+        await settle(10)
+        assert [m.health for m in scene.fleet.decodes] == [Health.UP, Health.UP]
+        scene.upstream.reply("d0/generate", 200)
+        assert (await session.decided).reply is not None
+        scene.shell.close(session)
+        await scene.shell.aclose()
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"error":{"message":"x","code":"peer_lost"}}', "peer_lost"),
+        (b'{"error":{"code":null}}', ""),
+        (b'{"error":{}}', ""),
+        (b"<html>", ""),
+        (b"\xff", ""),
+        (b'{"error":' + b"[" * 100_000, ""),
+    ],
+)
+def test_the_code_of_an_error_is_read_whatever_the_body_is(body: bytes, code: str) -> None:
+    assert error_code(body) == code
 
 
 def test_a_leg_that_ends_by_a_bug_is_a_lost_leg() -> None:
