@@ -1,13 +1,18 @@
-"""The fixed list of worlds that ``pdcore verify lifecycles`` explores, each to its end."""
+"""What ``pdcore verify lifecycles`` explores: a world with its name, its bounds, its duty.
+
+The fixed list of them is :data:`pdcore.sim.lifecycles.CONFIGURATIONS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import attrs
 
 from pdcore.sim.explore import Exploration, S, Step, World, explore, replay
+from pdcore.sim.mutants import planted
 
 
 class Run(Protocol):
@@ -44,9 +49,12 @@ def configuration(
     bounds: Mapping[str, int | str],
     invariants: tuple[str, ...],
     catches: tuple[str, ...] = (),
+    context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Configuration:
     """``build(mutant)`` makes the world, with the known-bad variant of that name
-    (:mod:`pdcore.sim.mutants`) in place of the product's rule; "" is the product itself."""
+    (:mod:`pdcore.sim.mutants`) in place of the product's rule; "" is the product itself.
+    Worlds that run the product need not look at it: it is planted around them. ``context``
+    is open while the world is made and walked."""
 
     def run(
         mutant: str = "",
@@ -54,12 +62,11 @@ def configuration(
         max_states: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Exploration:
-        return explore(build(mutant), max_states=max_states, progress=progress)
+        with planted(mutant), context():
+            return explore(build(mutant), max_states=max_states, progress=progress)
 
     def walk(mutant: str, trace: Sequence[str]) -> list[Step]:
-        return replay(build(mutant), trace)
+        with planted(mutant), context():
+            return replay(build(mutant), trace)
 
     return Configuration(name, covers, bounds, invariants, catches, run, walk)
-
-
-CONFIGURATIONS: Final[tuple[Configuration, ...]] = ()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from pdcore.sim.configurations import CONFIGURATIONS, configuration
+from pdcore.scheduler.decode_rooms import DecodeRooms
+from pdcore.sim.configurations import configuration
 from pdcore.sim.explore import Move
+from pdcore.sim.mutants import MUTANTS
 
 
 class Countdown:
     def __init__(self, mutant: str) -> None:
-        self.is_bad = mutant == "stops"
+        self.is_bad = mutant == "free-on-abort"
 
     def initial(self) -> int:
         return 3
@@ -32,10 +35,22 @@ class Countdown:
 def test_a_mutant_is_built_in_and_its_trace_walks_again() -> None:
     config = configuration("countdown", "counts", Countdown, bounds={"n": 3}, invariants=())
     assert config.run().exhausted
-    (violation,) = config.run("stops").violations
-    assert [s.state for s in config.replay("stops", violation.trace)] == ["3", "2", "1"]
+    (violation,) = config.run("free-on-abort").violations
+    assert [s.state for s in config.replay("free-on-abort", violation.trace)] == ["3", "2", "1"]
 
 
-def test_names_are_distinct() -> None:
-    names = [c.name for c in CONFIGURATIONS]
-    assert len(set(names)) == len(names)
+def test_the_product_itself_is_changed_while_the_world_is_walked() -> None:
+    seen: list[bool] = []
+    ((_, _, value),) = MUTANTS["free-on-abort"].patches
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        seen.append(DecodeRooms.quarantine is value)
+        yield
+
+    config = configuration(
+        "countdown", "counts", Countdown, bounds={}, invariants=(), context=context
+    )
+    config.run("free-on-abort")
+    config.run()
+    assert seen == [True, False]

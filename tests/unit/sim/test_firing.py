@@ -10,7 +10,7 @@ import pytest
 from pdcore.errors import LifecycleError, failure
 from pdcore.fsm.sender import SENDER, Sender
 from pdcore.fsm.states import SenderState
-from pdcore.sim.firing import ROW_IDS, TABLES, fire, row_taken
+from pdcore.sim.firing import ROW_IDS, TABLES, RowLog, fire, row_taken, watching
 from pdcore.types import Incarnation, RoomKey
 
 
@@ -48,3 +48,16 @@ def test_an_entity_that_leaves_its_table_is_noticed() -> None:
     shortened = attrs.evolve(SENDER, rows=rows)
     with pytest.raises(LifecycleError, match="does not follow its table"):
         fire(shortened, sender(), "failed")
+
+
+def test_watched_classes_log_the_rows_they_take_and_are_given_back() -> None:
+    log = RowLog()
+    original = vars(Sender)["failed"]
+    with watching(log, (SENDER, Sender)):
+        entity = sender()
+        assert entity.failed() == ()
+        assert entity.failed() is None
+    assert log.taken() == ("sender: row Bootstrapping --failed--> Failed",)
+    assert vars(Sender)["failed"] is original
+    log.clear()
+    assert log.taken() == ()

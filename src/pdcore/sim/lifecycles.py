@@ -1,0 +1,13 @@
+"""The fixed list of worlds that ``pdcore verify lifecycles`` explores, each to its end.
+
+Together they take every row of every lifecycle: the command says which rows none of them took.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdcore.sim.configurations import Configuration
+from pdcore.sim.pair_configurations import PAIR_CONFIGURATIONS
+
+CONFIGURATIONS: Final[tuple[Configuration, ...]] = (*PAIR_CONFIGURATIONS,)

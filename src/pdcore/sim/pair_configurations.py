@@ -1,0 +1,202 @@
+"""The pair worlds of the fixed list: one decode rank, one or two prefill ranks.
+
+Each says what it may meet. What it may not meet another one does; mixes that are larger than
+any of these are not explored to the end by anybody (docs/verification.md).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Final
+
+from pdcore.fsm.receiver import RECEIVER, Receiver
+from pdcore.fsm.sender import SENDER, Sender
+from pdcore.sim.configurations import Configuration, configuration
+from pdcore.sim.firing import ROWS, watching
+from pdcore.sim.pair_book import Book, Outlive, Rules
+from pdcore.sim.pair_world import PairWorld
+from pdcore.sim.places import Dispatch, Place, Shape
+from pdcore.types import RoomKey
+
+INVARIANTS: Final = (
+    "every request has exactly one result per half",
+    "no block can be written by two, and none is reused while an old write may land",
+    "source blocks are held while a write or a forward pass may read them",
+    "pools add up after every event, and everything is back at rest",
+    "no deadlock",
+    "from every state the end can be reached without another fault",
+)
+
+_ONE: Final = (Place("prefill0", False, "prefill"),)
+_TWO: Final = (
+    Place("prefill0", False, "prefill", 0, 2),
+    Place("prefill1", False, "prefill", 1, 2),
+)
+_OTHER: Final = (*_ONE, Place("other0", False, "other"))
+_FIRST: Final = Dispatch(RoomKey(1, 1), "prefill")
+_AGAIN: Final = Dispatch(RoomKey(1, 2), "prefill", replaces=1)
+_ELSEWHERE: Final = Dispatch(RoomKey(1, 2), "other", replaces=1)
+_STRANGER: Final = Dispatch(RoomKey(2, 2), "prefill")
+
+
+def _watch() -> AbstractContextManager[None]:
+    return watching(ROWS, (SENDER, Sender), (RECEIVER, Receiver))
+
+
+def _pair(name: str, covers: str, rules: Rules, *catches: str) -> Configuration:
+    shape = rules.shape
+    places = {place.name for place in shape.prefill} | {"decode"}
+    bounds: dict[str, int | str] = {
+        "prefill_ranks": len(shape.prefill),
+        "decode_ranks": 1,
+        "dispatches": len(shape.dispatches),
+        "chunks": shape.num_chunks,
+        "decode_rooms": shape.decode_rooms,
+        "entities_per_dispatch": shape.num_entities,
+        "lives_per_place": 2 if rules.crashes else 1,
+        "crashing": " ".join(sorted(rules.crashes & places)) or "none",
+        "faults": " ".join(sorted(rules.faults)),
+        "writes": rules.outlive.value,
+        "ticks": "after every event" if rules.is_tick_eager else "at any time",
+        "deadline": "counts as time passing" if rules.is_deadline_fair else "is a fault",
+        "network": "any loss, duplication, reordering and delay",
+    }
+    return configuration(
+        name,
+        covers,
+        lambda mutant: PairWorld(Book(rules)),
+        bounds=bounds,
+        invariants=INVARIANTS,
+        catches=catches,
+        context=_watch,
+    )
+
+
+def _kinds(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Deaths of either side, for each way in which a transport lets writes end.
+_DEATHS: Final = tuple(
+    _pair(
+        f"death-{name}",
+        f"crash and restart of either side; writes {outlive.value}",
+        Rules(
+            Shape(_ONE, (_FIRST,), quarantine_s=quarantine_s, is_enforced=is_enforced),
+            _kinds("abort transfer"),
+            crashes=_kinds("prefill0 decode"),
+            outlive=outlive,
+            is_deadline_fair=True,
+            is_tick_eager=True,
+        ),
+        *catches,
+    )
+    for name, outlive, quarantine_s, is_enforced, catches in (
+        ("fences", Outlive.NO, 0.0, False, ()),
+        (
+            "sender-ack",
+            Outlive.REPORTED,
+            0.0,
+            False,
+            ("no-incarnation", "restart-acks-for-predecessor"),
+        ),
+        ("quarantine", Outlive.UNREPORTED, 1.0, False, ()),
+        ("receiver-enforced", Outlive.REPORTED, 0.0, True, ()),
+    )
+)
+
+PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
+    _pair(
+        "pair",
+        "one prefill rank, every fault of one life, ticks between any two events",
+        Rules(
+            Shape(_ONE, (_FIRST,)),
+            _kinds("abort deadline drain engine transfer unsure route refuse"),
+        ),
+        "free-on-abort",
+        "failed-is-ack",
+        "done-when-posted",
+        "free-while-computing",
+        "send-once",
+    ),
+    _pair(
+        "chunks",
+        "a request sent in two chunks, early",
+        Rules(Shape(_ONE, (_FIRST,), num_chunks=2), _kinds("abort engine transfer unsure")),
+        "ack-between-chunks",
+        "no-poison",
+    ),
+    _pair(
+        "dummy",
+        "decode also sends its handshakes as if to a dummy target",
+        Rules(Shape(_ONE, (_FIRST,)), _kinds("abort"), has_dummies=True),
+    ),
+    _pair(
+        "two-ranks",
+        "two prefill ranks write one request",
+        Rules(Shape(_TWO, (_FIRST,)), _kinds("abort transfer"), is_tick_eager=True),
+        "max-merged-status",
+    ),
+    _pair(
+        "two-ranks-death",
+        "two prefill ranks, one of which dies and starts again",
+        Rules(
+            Shape(_TWO, (_FIRST,)),
+            _kinds(""),
+            crashes=_kinds("prefill0"),
+            outlive=Outlive.REPORTED,
+            is_deadline_fair=True,
+            is_tick_eager=True,
+        ),
+    ),
+    _pair(
+        "prefill-forgets",
+        "prefill forgets what ended, tombstones and parked handshakes; its dispatch comes twice",
+        Rules(
+            Shape(_ONE, (_FIRST,), num_entities=2),
+            _kinds("abort forget@prefill0 evict@prefill0 unpark"),
+            is_deadline_fair=True,
+            duplicates=_kinds("prefill0"),
+        ),
+        "no-claim-tombstones",
+        "one-live-claim",
+    ),
+    _pair(
+        "decode-forgets",
+        "decode forgets what ended and its tombstones; its dispatch comes twice",
+        Rules(
+            Shape(_ONE, (_FIRST,), num_entities=2),
+            _kinds("abort forget@decode evict@decode"),
+            is_deadline_fair=True,
+            is_tick_eager=True,
+            duplicates=_kinds("decode"),
+        ),
+        "claim-without-lease",
+    ),
+    _pair(
+        "retry-same",
+        "a second attempt at the same two instances while the first drains",
+        Rules(Shape(_ONE, (_FIRST, _AGAIN)), _kinds("transfer"), is_retry=True, is_tick_eager=True),
+    ),
+    _pair(
+        "retry-elsewhere",
+        "a second attempt with another prefill instance while the first drains",
+        Rules(
+            Shape(_OTHER, (_FIRST, _ELSEWHERE)),
+            _kinds("transfer"),
+            is_retry=True,
+            is_tick_eager=True,
+        ),
+    ),
+    _pair(
+        "reuse",
+        "two requests, room for one: the second takes over blocks and metadata slot",
+        Rules(
+            Shape(_ONE, (_FIRST, _STRANGER), decode_rooms=1, prefill_rooms=1),
+            _kinds("abort@decode"),
+            is_tick_eager=True,
+        ),
+        "free-on-abort",
+    ),
+    *_DEATHS,
+)

@@ -1,0 +1,53 @@
+"""What only a decode rank can meet."""
+
+from __future__ import annotations
+
+from pdcore.sim.decode_actor import DecodeActor
+from pdcore.sim.pair_book import DECODE
+from pdcore.sim.places import Dispatch, Place, Shape
+from pdcore.types import RoomKey
+
+PREFILL = Place("prefill0", False, "prefill")
+SHAPE = Shape((PREFILL,), (Dispatch(RoomKey(1, 1), "prefill"),))
+
+
+def test_a_refused_route_fails_who_waits_for_it() -> None:
+    actor = DecodeActor(DECODE, 0, SHAPE)
+    actor.apply(("submit", 0))
+    assert list(actor.fetching) == [PREFILL.bootstrap]
+    actor.apply(("route", PREFILL.bootstrap, ()))
+    actor.apply(("tick",))
+    assert actor.failed == {0}
+    assert actor.is_at_rest()
+
+
+def test_the_lease_is_open_until_it_is_revoked() -> None:
+    """RECEIVER_ENFORCED: revoking is enough, the transport says so at once."""
+    shape = Shape((PREFILL,), SHAPE.dispatches, is_enforced=True)
+    actor = DecodeActor(DECODE, 0, shape)
+    actor.apply(("submit", 0))
+    actor.apply(("route", PREFILL.bootstrap, (0,)))
+    actor.apply(("tick",))
+    actor.apply(("tick",))
+    assert actor.open_leases == {1}
+    actor.apply(("abort", 0))
+    actor.apply(("tick",))
+    assert actor.open_leases == set()
+
+
+def test_quarantine_is_counted_down_by_looks() -> None:
+    shape = Shape((PREFILL,), SHAPE.dispatches, quarantine_s=1.0)
+    actor = DecodeActor(DECODE, 0, shape)
+    actor.apply(("submit", 0))
+    actor.apply(("route", PREFILL.bootstrap, (0,)))
+    for _ in range(2):
+        actor.apply(("tick",))
+    actor.apply(("abort", 0))
+    actor.apply(("tick",))
+    assert actor.pinned() == (1,)
+    assert actor.aged() == ()
+    actor.apply(("look",))
+    assert actor.aged() == (1,)
+    actor.apply(("look",))
+    actor.apply(("tick",))
+    assert actor.pinned() == ()
