@@ -49,6 +49,7 @@ _WORDS: Final = {
     "array": "a list",
     "null": "null",
 }
+_TOO_DEEP: Final = "nested too deeply; settings are sections with `field: value` lines"
 #: Sections of a role's YAML file.
 _YAML_SECTIONS: Final = tuple(name for name in SECTIONS if name not in FLAG_SECTIONS)
 
@@ -178,6 +179,8 @@ def read_yaml(path: str | os.PathLike[str]) -> CommentedMap:
         place = f"{name}:{mark.line + 1}" if mark is not None else name
         problem = str(error.problem or error.context or "cannot be parsed").splitlines()[0]
         raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: {_TOO_DEEP}") from None
     except (YAMLError, ValueError) as error:
         problem = str(error).splitlines()[0]
         raise ConfigError(f"{name}: not valid YAML: {problem}") from None
@@ -233,6 +236,8 @@ def parse_setting(text: str) -> tuple[str, str, object]:
         )
     try:
         value: object = YAML(typ="rt").load(written)
+    except RecursionError:
+        raise ConfigError(f"--set {section}.{field}: {_TOO_DEEP}") from None
     except YAMLError:
         raise ConfigError(f"--set {text}: {written!r} is not a YAML value") from None
     return section, field, value

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdcore import config_loader
 from pdcore.config import RouterConfig
 from pdcore.config_loader import (
     ENVIRONMENT,
@@ -235,3 +236,14 @@ def test_every_variable_is_described() -> None:
 def test_child_environment_limits_threads() -> None:
     """R11."""
     assert child_environment(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_yaml_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    """A file of brackets, closed or not, is no traceback."""
+    for number, text in enumerate(("[" * 5000, "[" * 5000 + "]" * 5000)):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(f"model_config: {text}")
+        with pytest.raises(ConfigError, match=r"yaml: not valid YAML: nested too deeply"):
+            config_loader.read_yaml(path)
+    with pytest.raises(ConfigError, match=r"--set model_config.dtype: nested too deeply"):
+        config_loader.parse_setting(f"model_config.dtype={'[' * 5000}")

@@ -68,10 +68,9 @@ def demo(
     max_tokens
         Longest answer in tokens.
     """
-    from rich.console import Console
-
-    from pdcore.cli.options import instance_config, workplace
-    from pdcore.cli.session import run_cluster, until_told
+    from pdcore.cli.options import instance_config
+    from pdcore.cli.session import PipeConsole, run_cluster, until_told
+    from pdcore.cli.workplace import workplace
     from pdcore.config_loader import load_environment
     from pdcore.server.cluster import ClusterConfig
 
@@ -80,7 +79,7 @@ def demo(
     config = instance_config(engine or EngineFlags(), env)
     cluster_config = ClusterConfig(config, port=port, num_prefill=prefill, num_decode=decode)
     place = workplace(env)
-    console = Console()
+    console = PipeConsole()
 
     async def serve(cluster: Cluster, stopping: asyncio.Event) -> int:
         ready_s = time.monotonic() - started_s

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import attrs
 from cyclopts import Parameter
@@ -133,33 +132,6 @@ def check_transport(disagg: DisaggConfig) -> None:
     if reason is not None:
         raise ConfigError(f"transport {chosen!r} does not work on this machine: {reason}")
     registry.require_reach(chosen, disagg.other_hosts)
-
-
-class Workplace(NamedTuple):
-    """Environment and folders of one command."""
-
-    env: Environment
-    cache_dir: Path
-    run_dir: Path
-    #: The folder was made for this run: remove it after a good end.
-    is_temporary: bool
-
-
-def workplace(env: Environment) -> Workplace:
-    """Make the folders. Call it when everything else has been checked: a mistake must leave
-    nothing behind. Raises ConfigError for a folder that cannot be made."""
-    try:
-        env.cache_dir.mkdir(parents=True, exist_ok=True)
-        if env.run_dir is not None:
-            env.run_dir.mkdir(parents=True, exist_ok=True)
-            return Workplace(env, env.cache_dir, env.run_dir, False)
-        run_dir = Path(tempfile.mkdtemp(prefix="pdcore-"))
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: {error.strerror}; set PDCORE_CACHE_DIR and PDCORE_RUN_DIR to "
-            "folders that can be written"
-        ) from None
-    return Workplace(env, env.cache_dir, run_dir, True)
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -13,13 +12,12 @@ from pdcore.cli.options import (
     EngineFlags,
     Flags,
     Words,
-    Workplace,
     complain,
     instance_config,
     split_words,
-    workplace,
 )
-from pdcore.config.deploy import BOOTSTRAP_PORT
+from pdcore.cli.workplace import Workplace, workplace
+from pdcore.config.deploy import BOOTSTRAP_PORT, LOOPBACK, is_loopback
 from pdcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,18 +146,30 @@ def disagg_flags(role: str, node: NodeFlags) -> dict[str, object]:
         "devices_per_node": node.devices_per_node,
         "bootstrap_port": node.bootstrap_port[0] if node.bootstrap_port else None,
     }
-    ips = split_words(node.ips)
+    from pdcore.scheduler.topologies import bracket
+
+    ips = [ip.strip("[]") for ip in split_words(node.ips)]
     index = node.node_index or 0
     if ips:
-        values["ips"] = list(ips)
+        values["ips"] = ips
         if not 0 <= index < len(ips):
             raise ConfigError(f"--node-index: {index} is outside the {len(ips)} addresses of --ips")
         values["local_ip"] = ips[index]
+        check_bound(node.host or LOOPBACK, ips[index])
     prefill_port = node.bootstrap_port[0] if node.bootstrap_port else BOOTSTRAP_PORT
-    allowed = [f"{ip}:{prefill_port}" for ip in split_words(node.prefill_ips)]
+    allowed = [f"{bracket(ip)}:{prefill_port}" for ip in split_words(node.prefill_ips)]
     if allowed:
         values["allowed_bootstraps"] = allowed
     return {name: value for name, value in values.items() if value is not None}
+
+
+def check_bound(host: str, advertised: str) -> None:
+    """Raises ConfigError where others are told an address at which nothing listens."""
+    if is_loopback(host) and not is_loopback(advertised):
+        raise ConfigError(
+            f"--ips: others would connect to {advertised}, but only {host} is bound; add "
+            f"--host 0.0.0.0 (all interfaces) or --host {advertised}"
+        )
 
 
 def router_config(node: NodeFlags, engine: EngineFlags, env: Environment) -> RouterConfig:
@@ -217,8 +227,9 @@ def _run(spec: Spec, place: Workplace | None) -> int:
     status = run_process(spec, report)
     if place is None:
         return status
-    if place.is_temporary and status in (0, EXIT_USAGE):  # then the message says it all
-        shutil.rmtree(place.run_dir, ignore_errors=True)
-    elif status != 0:
+    if status in (0, EXIT_USAGE):  # then the message says it all
+        place.remove()
+    else:
+        place.keep()
         complain(f"worker logs are in {place.run_dir}")
     return status

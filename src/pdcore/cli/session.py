@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Final
@@ -14,13 +15,31 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdcore.cli.options import Workplace, complain
+from pdcore.cli.options import complain
+from pdcore.cli.workplace import Workplace
 from pdcore.errors import ConfigError
 from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, Member
 
 EXIT_FAILED: Final = 1
 #: Exit status after a second Ctrl-C (128 + SIGINT).
 EXIT_FORCED: Final = 130
+
+
+class PipeConsole(Console):
+    """A console whose reader may go away (``pdcore up | head -1``): it falls silent, and says
+    so once instead of raising wherever a line was printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cut: Callable[[], None] = lambda: None
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What is still buffered must not raise when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        self.on_cut()
 
 
 class StatusView:
@@ -84,15 +103,17 @@ def _table(members: list[Member]) -> Table:
 async def run_cluster(
     config: ClusterConfig,
     place: Workplace,
-    console: Console,
+    console: PipeConsole,
     serve: Callable[[Cluster, asyncio.Event], Awaitable[int]],
 ) -> int:
     """Start, hand over to ``serve(cluster, stopping)``, drain; returns the exit status.
 
-    ``stopping`` is set by the first SIGINT or SIGTERM. Raises ConfigError for a mistake in
+    ``stopping`` is set by the first SIGINT or SIGTERM, or when nobody reads what is printed
+    any more. Raises ConfigError for a mistake in
     the configuration that only a process could find.
     """
     stopping = asyncio.Event()
+    console.on_cut = stopping.set
     with StatusView(console) as view:
         cluster = Cluster(
             config, place.cache_dir, place.run_dir, lambda: view.show(cluster.members)
@@ -115,21 +136,16 @@ async def run_cluster(
             view.is_quiet = True
             await cluster.stop()
     if mistake is not None:  # its message says it all
-        clean_up(place)
+        place.remove()
         raise mistake
     if forced.is_set():
         status = EXIT_FORCED
     if status in (0, EXIT_FORCED):
-        clean_up(place)
+        place.remove()
     else:
+        place.keep()
         complain(f"the logs are in {place.run_dir}")
     return status
-
-
-def clean_up(place: Workplace) -> None:
-    """Remove the folder of this run's logs, unless somebody chose it."""
-    if place.is_temporary:
-        shutil.rmtree(place.run_dir, ignore_errors=True)
 
 
 async def _until_started(cluster: Cluster, stopping: asyncio.Event) -> bool:

@@ -48,10 +48,9 @@ def up(
     yaml_file_path
         Settings for both roles; flags win.
     """
-    from rich.console import Console
-
-    from pdcore.cli.options import instance_config, workplace
-    from pdcore.cli.session import run_cluster, until_told
+    from pdcore.cli.options import instance_config
+    from pdcore.cli.session import PipeConsole, run_cluster, until_told
+    from pdcore.cli.workplace import workplace
     from pdcore.config_loader import load_environment
     from pdcore.server.cluster import Cluster, ClusterConfig
 
@@ -59,7 +58,7 @@ def up(
     config = instance_config(engine or EngineFlags(), env, yaml_file_path)
     cluster_config = ClusterConfig(config, host, port, prefill, decode)
     place = workplace(env)
-    console = Console()
+    console = PipeConsole()
 
     async def serve(cluster: Cluster, stopping: asyncio.Event) -> int:
         console.print(f"\nready: {cluster.url}  (Ctrl-C drains)", markup=False, highlight=False)

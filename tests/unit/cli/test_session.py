@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -104,3 +107,24 @@ def test_nor_does_one_that_only_a_process_finds(
     assert main([*command, "--simulated", "--kv-cache-bytes=1", "--log-level=error"]) == 2
     assert "the KV pool holds 0 tokens" in capfd.readouterr().err
     assert [path.name for path in temporary.iterdir()] == ["cache"]
+
+
+def test_a_console_whose_reader_left_falls_silent_and_says_so_once() -> None:
+    """``pdcore up | head -1`` drains instead of dying of a traceback in a callback. In a
+    process of its own, because its standard output is given up."""
+    code = (
+        "import sys\n"
+        "from pdcore.cli.session import PipeConsole\n"
+        "console = PipeConsole()\n"
+        "console.on_cut = lambda: print('cut', file=sys.stderr)\n"
+        "sys.stdin.read()\n"
+        "for _ in range(3): console.print('line')\n"
+    )
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    os.close(reader)
+    _, said = child.communicate(b"", timeout=60)
+    assert (child.returncode, said) == (0, b"cut\n")

@@ -219,6 +219,12 @@ def test_counts_are_bounded(count: int) -> None:
         ClusterConfig(num_decode=count)
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_out_of_range_is_one_sentence(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port: must be 0 to 65535, got {port}"):
+        ClusterConfig(port=port)
+
+
 def test_the_url_is_not_known_before_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="not started"):
