@@ -15,6 +15,7 @@ import msgspec
 from pdcore.clock import Clock
 from pdcore.control.messages import WorkerReady
 from pdcore.errors import InvalidRequest, failure
+from pdcore.scheduler.topologies import bracket
 from pdcore.server.dispatcher import Dispatcher
 from pdcore.server.openai import (
     PLAIN,
@@ -39,9 +40,10 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 @attrs.frozen
 class LegOptions:
     """What an instance's endpoints need to know. ``instance`` is the leader's advertised
-    ``host:port``. ``allowed_bootstraps`` are ``host:port`` a decode instance may ask; empty:
-    any on its own host, given by ``local_hosts`` besides loopback (D41). ``sampling`` must
-    be the same on both roles: prefill draws the first token, decode the others."""
+    ``host:port``. ``allowed_bootstraps`` are ``host:port`` or ``[v6]:port`` a decode instance
+    may ask; empty: any on its own host, given by ``local_hosts`` besides loopback (D41).
+    ``sampling`` must be the same on both roles: prefill draws the first token, decode the
+    others."""
 
     role: Role
     instance: str
@@ -88,9 +90,7 @@ class Preparer:
             sampling=self._check_lengths(parsed, ids),
             expires_at_s=pd.expires_at_s or self._clock.unix() + remaining_s,
             remaining_s=remaining_s,
-            bootstrap=f"[{host}]:{pd.bootstrap_port}"
-            if ":" in host
-            else f"{host}:{pd.bootstrap_port}",
+            bootstrap=f"{bracket(host)}:{pd.bootstrap_port}",
             prefill=pd.prefill_instance or "",
             decode=pd.decode_instance or "",
             prefill_dp_rank=dp_rank,
@@ -111,13 +111,13 @@ class Preparer:
         if self._options.role is Role.DECODE and not self._may_ask(host, port):
             raise InvalidRequest(
                 "bootstrap_host",
-                f"{host}:{port} is not one of this instance's allowed bootstrap servers",
+                f"{bracket(host)}:{port} is not one of this instance's allowed bootstrap servers",
             )
         return RoomKey(pd.bootstrap_room or 0, pd.attempt or 0)
 
     def _may_ask(self, host: str, port: int) -> bool:
         if self._options.allowed_bootstraps:
-            return f"{host}:{port}" in self._options.allowed_bootstraps
+            return f"{bracket(host)}:{port}" in self._options.allowed_bootstraps
         return host in _LOOPBACK or host in self._options.local_hosts
 
     async def _encode(self, parsed: ParsedRequest) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 
@@ -10,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdcore.cli.serve import NodeFlags, disagg_flags
 from pdcore.config import DisaggConfig
 from pdcore.config.deploy import normalise_address
-from pdcore.control.bootstrap_client import split_host_port
-from pdcore.control.messages import Claim, Route, Status, StatusKind
+from pdcore.control.bootstrap_client import RouteReply, split_host_port
+from pdcore.control.messages import Claim, Route, Status, StatusKind, Submit
 from pdcore.control.rank_table import RankTable, RankTableConfig
 from pdcore.control.zmq import ZmqChannel
 from pdcore.errors import ConfigError, IncompatibleError, InvalidRequest, failure
@@ -26,10 +28,13 @@ from pdcore.kv.metadata import MetadataRecord, encode_record
 from pdcore.kv.plan import plan_blocks
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec
 from pdcore.scheduler.route import registration_of
-from pdcore.scheduler.topologies import Topologies
+from pdcore.scheduler.topologies import Topologies, bracket
+from pdcore.server.instance import InstanceOptions, create_instance_app
+from pdcore.server.leg import LegOptions
+from pdcore.server.routes import RouteFetcher
 from pdcore.testing.world import make_world
 from pdcore.topology import check_divisible
-from pdcore.types import Incarnation, LeaseId, Nonce, RoomKey
+from pdcore.types import Incarnation, LeaseId, Nonce, Role, RoomKey
 from tests.scenarios.reports.kit import FIVE, PROMPT, finish
 from tests.unit.kv.test_plan import execute, gqa, view
 from tests.unit.scheduler.kit import (
@@ -40,6 +45,7 @@ from tests.unit.scheduler.kit import (
     make_setup,
     start,
 )
+from tests.unit.server.kit import TEXT, Call, World, run
 
 SIZES = (1, 2, 3, 4, 6, 8, 16)
 BLOCKS = ([5, 6, 2], [3, 9, 8])
@@ -303,6 +309,55 @@ def test_decode_finds_a_rank_under_every_spelling_of_its_host(
     assert [peer.address for peer in found[0]] == [address]
     assert split_host_port(f"{shown}:40123") == (host, 40123)
     assert normalise_address(f"{shown}:40123") == f"http://{shown}:40123"
+
+
+class Asked:
+    """A bootstrap client that only notes who was asked."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    def fetch_route(self, address: str, etag: str = "") -> RouteReply:
+        self.addresses.append(address)
+        return RouteReply(failure=failure("unreachable", "nobody there"))
+
+
+@pytest.mark.parametrize("given", ["10.0.0.7", "2001:db8::7", "[2001:db8::7]", "node-7"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_decode_may_ask_the_prefill_it_was_given_under_every_spelling(
+    given: str, is_named: bool
+) -> None:
+    """SGLang PR10389, 27608, 29459: the router names the bootstrap server without brackets, the
+    flags may have them; what is allowed is the same host to the leader and to its worker,
+    whether --prefill-ips names it or it is decode's own (--ips)."""
+    bare = given.strip("[]")
+    node = NodeFlags(host="0.0.0.0", ips=(given,), prefill_ips=(given,) if is_named else ())
+    config = DisaggConfig(**disagg_flags("decode", node))
+    assert config.local_ip == bare
+    options = LegOptions(
+        Role.DECODE,
+        "here:1",
+        allowed_bootstraps=frozenset(config.allowed_bootstraps),
+        local_hosts=frozenset({config.local_ip}),
+    )
+    world = World()
+    app = create_instance_app(InstanceOptions(options), TEXT, world.dispatcher, clock=world.clock)
+
+    async def scene() -> Submit:
+        body = {"prompt": "hi", "bootstrap_room": 5, "attempt": 7, "bootstrap_host": bare}
+        one = Call(app, "POST", "/generate", {**body, "bootstrap_port": 18800})
+        while not world.link.of(Submit) and not one.task.done():
+            await asyncio.sleep(0)
+        (submit,) = world.link.of(Submit)
+        one.leave()
+        await one.done()
+        return submit
+
+    bootstrap = run(scene()).bootstrap
+    client = Asked()
+    fetch = RouteFetcher(client, config.allowed_bootstraps or (config.local_ip,))
+    assert fetch(bootstrap).failure == failure("unreachable", "nobody there")
+    assert client.addresses == [bootstrap] == [f"{bracket(bare)}:18800"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", ""])
