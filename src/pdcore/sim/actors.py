@@ -29,7 +29,6 @@ from pdcore.fsm.events import Event, MessageReceived, PeerLost, VotesReduced
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.prefill import PrefillCore
-from pdcore.scheduler.queues import RoomRecord
 from pdcore.sim.places import Place, Shape, num_blocks_of, setup_of
 from pdcore.types import Failure, Incarnation, PeerRef, RoomKey
 
@@ -240,77 +239,82 @@ class Actor:
         if self.results[index] > 1:
             self.problems.append(f"{self.place.name}: request {effect.key.room} has two results")
 
-    # --- what the world asks ------------------------------------------------------------
-
     def offers(self) -> Iterator[Offer]:
         """Everything that may happen here by itself."""
-        rooms = self.core.rooms
-        for index, dispatch in enumerate(self.shape.dispatches):
-            key, name = dispatch.key, f"request {dispatch.key.room}.{dispatch.key.attempt}"
-            record = rooms.records.get(key)
-            if record is None:
-                if self.created[index] < self.shape.num_entities:
-                    yield Offer(("submit", index), f"{name} arrives", False, ("dispatch", index))
-                if rooms.tombstones.get(key, NOW) is not None and self.shape.num_entities > 1:
-                    yield Offer(("evict", index), f"the tombstone of {name} is evicted", True)
-                continue
-            if rooms.timers.is_armed("deadline", key):
-                timer: ActorEvent = ("timer", "deadline", key)
-                yield Offer(timer, f"the deadline of {name} passes", True, ("deadline",))
-            if rooms.timers.is_armed("drain", key):
-                timer = ("timer", "drain", key)
-                yield Offer(timer, f"the draining of {name} takes too long", True)
-            if rooms.timers.is_armed("linger", key) and self.shape.num_entities > 1:
-                yield Offer(("forget", index), f"{name} is forgotten", True)
-            if not self._is_reported(record):
-                yield Offer(("abort", index), f"{name} is aborted", True, ("abort", index))
+        for index in range(len(self.shape.dispatches)):
+            yield from _request_offers(self, index)
         if self.core.wants_tick:
             yield Offer(("tick",), "tick", False)
 
-    def _is_reported(self, record: RoomRecord) -> bool:
-        return record.is_reported
 
-    def resends(self) -> list[Packet]:
-        """Messages that are sent again and again until they are answered (rule 4)."""
-        out: list[Packet] = []
-        for record in self.core.rooms.records.values():
-            if self.core.rooms.timers.is_armed("resend", record.key):
-                for effect in record.entity.unanswered():
-                    if isinstance(effect, SendMessage):
-                        to = effect.to
-                        out.append(
-                            Packet(self.me, to.address, to.incarnation, pack(effect.message))
-                        )
-        return out
+def _request_offers(actor: Actor, index: int) -> Iterator[Offer]:
+    """What may happen to one dispatch: only what more than one entity makes different is
+    forgotten."""
+    rooms, shape = actor.core.rooms, actor.shape
+    key = shape.dispatches[index].key
+    name = f"request {key.room}.{key.attempt}"
+    record = rooms.records.get(key)
+    if record is None:
+        if actor.created[index] < shape.num_entities:
+            yield Offer(("submit", index), f"{name} arrives", False, ("dispatch", index))
+        if rooms.tombstones.get(key, NOW) is not None and shape.num_entities > 1:
+            yield Offer(("evict", index), f"the tombstone of {name} is evicted", True)
+        return
+    if rooms.timers.is_armed("deadline", key):
+        timer: ActorEvent = ("timer", "deadline", key)
+        yield Offer(timer, f"the deadline of {name} passes", True, ("deadline",))
+    if rooms.timers.is_armed("drain", key):
+        timer = ("timer", "drain", key)
+        yield Offer(timer, f"the draining of {name} takes too long", True)
+    if rooms.timers.is_armed("linger", key) and shape.num_entities > 1:
+        yield Offer(("forget", index), f"{name} is forgotten", True)
+    if not record.is_reported:
+        yield Offer(("abort", index), f"{name} is aborted", True, ("abort", index))
 
-    def is_at_rest(self) -> bool:
-        """Every entity has its one result, nothing is held."""
-        core = self.core
-        return (
-            all(record.is_over for record in core.rooms.records.values())
-            and all(ledger.free == ledger.total for ledger in core.blocks.ledger().values())
-            and all(n == 1 for n, made in zip(self.results, self.created, strict=True) if made)
-        )
 
-    def _common_key(self) -> tuple[object, ...]:
-        rooms = self.core.rooms
-        armed = tuple(
-            tuple(rooms.timers.is_armed(kind, d.key) for kind in ("drain", "linger", "resend"))
-            for d in self.shape.dispatches
-        )
-        tombs = (rooms.tombstones.get(d.key, NOW) for d in self.shape.dispatches)
-        return (
-            tuple(self.created),
-            tuple(self.results),
-            tuple(self.problems),
-            tuple(sorted(self.failed)),
-            tuple(sorted(self.fenced)),
-            tuple(None if t is None else t.failure is not None for t in tombs),
-            tuple(sorted(rooms.records.keys() & rooms._dirty.keys())),
-            armed,
-            self.core.wants_tick,
-            tuple(ledger.free for ledger in self.core.blocks.ledger().values()),
-        )
+def resends(actor: Actor) -> list[Packet]:
+    """Messages that are sent again and again until they are answered (rule 4)."""
+    out: list[Packet] = []
+    rooms = actor.core.rooms
+    for record in rooms.records.values():
+        if rooms.timers.is_armed("resend", record.key):
+            for effect in record.entity.unanswered():
+                if isinstance(effect, SendMessage):
+                    to, data = effect.to, pack(effect.message)
+                    out.append(Packet(actor.me, to.address, to.incarnation, data))
+    return out
+
+
+def is_at_rest(actor: Actor) -> bool:
+    """Every entity has its one result, nothing is held."""
+    core = actor.core
+    return (
+        all(record.is_over for record in core.rooms.records.values())
+        and all(ledger.free == ledger.total for ledger in core.blocks.ledger().values())
+        and all(n == 1 for n, made in zip(actor.results, actor.created, strict=True) if made)
+    )
+
+
+def common_key(actor: Actor) -> tuple[object, ...]:
+    """The part of :meth:`Actor.key` that both roles have."""
+    rooms, dispatches = actor.core.rooms, actor.shape.dispatches
+    armed = tuple(
+        tuple(rooms.timers.is_armed(kind, d.key) for kind in ("drain", "linger", "resend"))
+        for d in dispatches
+    )
+    tombs = (rooms.tombstones.get(d.key, NOW) for d in dispatches)
+    return (
+        tuple(actor.created),
+        tuple(actor.results),
+        tuple(actor.problems),
+        tuple(sorted(actor.failed)),
+        tuple(sorted(actor.fenced)),
+        tuple(None if t is None else t.failure is not None for t in tombs),
+        tuple(sorted(rooms.records.keys() & rooms._dirty.keys())),
+        armed,
+        actor.core.wants_tick,
+        tuple(ledger.free for ledger in actor.core.blocks.ledger().values()),
+    )
 
 
 def make_blocks(place: Place, life: int, shape: Shape) -> KVBlocks:

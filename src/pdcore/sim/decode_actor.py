@@ -19,7 +19,7 @@ from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.decode_rooms import DecodeRecord
-from pdcore.sim.actors import NOW, Actor, ActorEvent, Offer, make_blocks
+from pdcore.sim.actors import NOW, Actor, ActorEvent, Offer, common_key, make_blocks
 from pdcore.sim.places import Place, Shape, route_to, setup_of
 from pdcore.types import Failure
 
@@ -134,7 +134,7 @@ class DecodeActor(Actor):
             for name, entry in prealloc.topologies.entries.items()
         )
         return (
-            self._common_key(),
+            common_key(self),
             tuple(self._record_key(record) for record in core.rooms.records.values()),
             entries,
             tuple(prealloc.topologies._over),

@@ -15,7 +15,18 @@ import attrs
 import msgspec
 
 from pdcore.control.messages import Handshake
-from pdcore.sim.actors import Actor, ActorEvent, Offer, Output, Packet, Write, pack, unpack
+from pdcore.sim.actors import (
+    Actor,
+    ActorEvent,
+    Offer,
+    Output,
+    Packet,
+    Write,
+    is_at_rest,
+    pack,
+    resends,
+    unpack,
+)
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.firing import ROWS
 from pdcore.sim.packets import describe
@@ -131,6 +142,14 @@ def kind_of(event: ActorEvent) -> str:
             return str(event[0])
 
 
+def _dummy_twin(packet: Packet) -> Packet | None:
+    """The same handshake, as if to a dummy target."""
+    message = unpack(packet.data)
+    if not isinstance(message, Handshake):
+        return None
+    return packet._replace(data=pack(msgspec.structs.replace(message, is_dummy=True)))
+
+
 class Book:
     """Numbers for what is met: messages and sessions, writes, local states."""
 
@@ -164,15 +183,9 @@ class Book:
         for output in outputs:
             mask |= self.bit_of(output)
             if self.rules.has_dummies and isinstance(output, Packet):
-                mask |= self._dummy_twin(output)
+                twin = _dummy_twin(output)
+                mask |= 0 if twin is None else self.bit_of(twin)
         return mask
-
-    def _dummy_twin(self, packet: Packet) -> int:
-        message = unpack(packet.data)
-        if not isinstance(message, Handshake):
-            return 0
-        dummy = msgspec.structs.replace(message, is_dummy=True)
-        return self.bit_of(packet._replace(data=pack(dummy)))
 
     def actor(self, slot: int, life: int) -> Actor:
         place = self.places[slot]
@@ -234,13 +247,13 @@ class Book:
             actor.life,
             False,
             tuple(actor.problems),
-            actor.is_at_rest(),
+            is_at_rest(actor),
             pinned,
             open_leases,
             tuple(sorted(actor.failed)),
         )
         local.offers = tuple(o for o in actor.offers() if self._may_happen(o, actor.place))
-        local.resends = self.mask_of(actor.resends())
+        local.resends = self.mask_of(resends(actor))
         return local
 
     def _may_happen(self, offer: Offer, place: Place) -> bool:

@@ -17,6 +17,7 @@ from pdcore.sim.actors import (
     ActorEvent,
     Offer,
     Write,
+    common_key,
     make_blocks,
 )
 from pdcore.sim.places import TOKEN, Place, Shape, life_of, setup_of
@@ -142,7 +143,7 @@ class PrefillActor(Actor):
         )
         batch = None if core._batch is None else tuple(c.seq.seq_id for c in core._batch[1])
         return (
-            self._common_key(),
+            common_key(self),
             records,
             parked,
             tuple(core.waiting),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcore.sim.actors import Actor, Connected, Output, Packet, pack, unpack
+from pdcore.sim.actors import Actor, Connected, Output, Packet, is_at_rest, pack, unpack
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.pair_book import DECODE
 from pdcore.sim.places import Dispatch, Place, Shape
@@ -46,7 +46,7 @@ def test_one_request_from_arrival_to_rest() -> None:
     assert (write.source, write.target) == (prefill.me.incarnation, decode.me.incarnation)
     settle(prefill, decode, sent=prefill.apply(("ended", handle, "done")))
     for actor in (prefill, decode):
-        assert actor.is_at_rest()
+        assert is_at_rest(actor)
         assert actor.results == [1]
         assert actor.problems == []
 
@@ -86,4 +86,4 @@ def test_deadlines_and_aborts_are_offered_while_there_is_a_request() -> None:
     prefill, _ = started()
     kinds = {offer.event[:2] for offer in prefill.offers()}
     assert {("timer", "deadline"), ("abort", 0), ("compute",)} <= kinds
-    assert not prefill.is_at_rest()
+    assert not is_at_rest(prefill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdcore.sim.actors import is_at_rest
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.pair_book import DECODE
 from pdcore.sim.places import Dispatch, Place, Shape
@@ -18,7 +19,7 @@ def test_a_refused_route_fails_who_waits_for_it() -> None:
     actor.apply(("route", PREFILL.bootstrap, ()))
     actor.apply(("tick",))
     assert actor.failed == {0}
-    assert actor.is_at_rest()
+    assert is_at_rest(actor)
 
 
 def test_the_lease_is_open_until_it_is_revoked() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcore.sim.actors import Actor, ActorEvent
+from pdcore.sim.actors import Actor, ActorEvent, common_key
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.explore import explore
 from pdcore.sim.pair_book import Book, Local, Outlive, Rules, kind_of
@@ -66,7 +66,7 @@ def test_two_ways_to_one_state_have_one_future() -> None:
 
 def test_mutant_a_key_that_forgets_a_fact_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what its receiver knows, the key of an actor is not its future."""
-    monkeypatch.setattr(DecodeActor, "key", lambda actor: actor._common_key())
+    monkeypatch.setattr(DecodeActor, "key", lambda actor: common_key(actor))
     book = Remembering(RULES)
     explore(PairWorld(book), max_states=1000)
     with pytest.raises((AssertionError, KeyError)):
