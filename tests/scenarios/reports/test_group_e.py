@@ -6,10 +6,18 @@ reached; everybody else must not notice.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pdcore.config import CoreLimits
 from pdcore.control.messages import WorkerHealth
+from pdcore.fsm.routed import Leg
+from pdcore.router.core import RouterCore, RouterLimits
+from pdcore.router.events import Answer, Dispatch, LegAnswered, StreamBegan, StreamEnded
+from pdcore.router.fleet import Fleet as RouterFleet
+from pdcore.router.fleet import Report
+from pdcore.router.policies import ClientFields, parse_targets
 from pdcore.testing.world import Rank, World, make_world
 from pdcore.types import PeerRef
 from tests.scenarios.reports.fleet import (
@@ -146,13 +154,43 @@ def test_one_broken_pair_is_that_pairs_failure() -> None:
         "unavailable",
     }
     assert result.failure is not None
+    again = fleet.finish("decode-0", fleet.submit("prefill-0", "decode-0", timeout_s=20.0))
+    assert again.failure is not None
+    assert (again.failure.code, again.failure.http_status) == ("unavailable", 503)
+    assert again.timeline["finished"] < 1.0, "a path that is known to be broken is not waited for"
     for pair in (("prefill-0", "decode-1"), ("prefill-1", "decode-0")):
         check_pair(fleet, *pair)
     world.network.heal()
-    world.clock.advance(60.0)  # longer than any memory of a broken path
+    until_s = world.clock.monotonic() + 3.0
+    world.run(lambda: world.clock.monotonic() > until_s)
+    world.clock.advance(60.0)  # longer than any cool-down
     check_pair(fleet, "prefill-0", "decode-0")
     world.settle()
     check_nothing_leaked(world)
+
+
+@pytest.mark.parametrize("room", range(1, 9))
+def test_the_router_takes_another_pair(room: int) -> None:
+    """vllm #55471: the decode of a broken pair refuses new work from that prefill at once;
+    the router sends the request to another pair, and its client sees nothing of it."""
+    fleet = RouterFleet(*parse_targets(["p0:1", "p1:1"], ["d0:1", "d1:1"]))
+    for _, member in fleet.members():
+        fleet.report(member, Report(True, "Up", dp_size=1))
+    core = RouterCore(fleet, RouterLimits(), random.Random(room))
+    ticket = core.submit(ClientFields(room=room), 0.0, 0.0)
+    (first,) = [e for e in core.poll_effects() if isinstance(e, Dispatch)]
+    core.handle_event(LegAnswered(ticket, first.attempt, Leg.PREFILL, 202), 0.0)
+    refusal = LegAnswered(ticket, first.attempt, Leg.DECODE, 503, "unavailable")
+    core.handle_event(refusal, 0.1)
+    effects = core.poll_effects()
+    (second,) = [e for e in effects if isinstance(e, Dispatch)]
+    assert not [e for e in effects if isinstance(e, Answer)]
+    broken = (first.prefill.instance, first.decode.instance)
+    assert (second.prefill.instance, second.decode.instance) != broken
+    assert second.attempt != first.attempt
+    core.handle_event(StreamBegan(ticket, second.attempt), 0.2)
+    core.handle_event(StreamEnded(ticket, second.attempt), 0.3)
+    assert [m.num_live for _, m in fleet.members()] == [0, 0, 0, 0]
 
 
 def test_who_is_not_meant_is_told_both_names() -> None:
