@@ -6,23 +6,25 @@ its body is read, its prompt encoded or an instance looked for: those are bounde
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pdcore.errors import Overloaded
 
 
 class Gate:
-    """``with gate:`` is inside; raises Overloaded (429) when ``limit`` are. ``num_refused``
-    counts those that were turned away."""
+    """``with gate:`` is inside; raises Overloaded (429) when ``limit`` are, and counts that as
+    ``overloaded`` in ``counters``."""
 
-    __slots__ = ("_limit", "num_inside", "num_refused")
+    __slots__ = ("_counters", "_limit", "num_inside")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, counters: Counter[str]) -> None:
         self._limit = limit
+        self._counters = counters
         self.num_inside = 0
-        self.num_refused = 0
 
     def __enter__(self) -> None:
         if self.num_inside >= self._limit:
-            self.num_refused += 1
+            self._counters["overloaded"] += 1
             raise Overloaded(
                 f"{self.num_inside} requests are in flight, the limit is {self._limit}; "
                 "try again later"

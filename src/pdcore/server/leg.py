@@ -66,7 +66,7 @@ class LegEndpoint:
         self._metrics = metrics
         self._preparer = Preparer(options, text, dispatcher, clock)
         # Those in flight, and as many whose body is read or whose prompt is encoded.
-        self._gate = Gate(2 * dispatcher.limits.max_pending)
+        self._gate = Gate(2 * dispatcher.limits.max_pending, dispatcher.counters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = self._clock.monotonic()

@@ -96,7 +96,7 @@ def create_router_app(
         interval_s=probe_interval_s,
         on_evicted=lambda member, detail: shell.event(InstanceEvicted(member, detail)),
     )
-    gate = Gate(core.limits.max_in_flight)
+    gate = Gate(core.limits.max_in_flight, core.counters)
     metrics = Metrics("pdcore_router", lambda: _samples(core))
     pages = _Pages(core, used, prober, metrics, clock)
 
@@ -360,5 +360,7 @@ def _samples(core: RouterCore) -> Iterator[Sample]:
         labels = {"role": role.value, "instance": member.target.netloc}
         yield Sample("pdcore_router_instance_up", labels, float(member.health is Health.UP))
         yield Sample("pdcore_router_instance_in_flight", labels, float(member.num_live))
+    for name, number in core.rooms.snapshot().items():
+        yield Sample("pdcore_router_results", {"name": name}, float(number))
     for name, value in sorted(core.counters.items()):
         yield Sample("pdcore_router_events", {"event": name}, float(value))
