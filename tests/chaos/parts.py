@@ -29,8 +29,10 @@ INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 BLOCKS = "2000"
 #: What has to be over by then: restarts, resends, draining of what was cut off (30 s).
 SETTLE_S = 60.0
-#: A request's own time under faults.
+#: A request's own time where silence is only told by time.
 REQUEST_S = 4.0
+#: And where nothing has to wait for it: longer than any machine is slow.
+PATIENT_S = 60.0
 LANES = 12
 
 #: A death in mid-request: somebody noticed and said so.
@@ -133,7 +135,7 @@ class Parts:
         status, body = asyncio.run(fetch(self.router, "/stats"))
         return backends(body)[self.at[name]] if status == 200 else ""
 
-    def expect_unready(self, name: str, timeout_s: float = 5.0) -> None:
+    def expect_unready(self, name: str, timeout_s: float = SETTLE_S) -> None:
         """Its health says 503 and why."""
 
         def look() -> bool:
@@ -220,7 +222,7 @@ async def _nothing(load: Load) -> None:
 class Load:
     """Lanes that ask one request after the other, streams and blocking ones, until told."""
 
-    def __init__(self, origin: Origin, seed: int, timeout_s: float = REQUEST_S) -> None:
+    def __init__(self, origin: Origin, seed: int, timeout_s: float = PATIENT_S) -> None:
         self.outcomes: list[Outcome] = []
         self._origin = origin
         self._rng = random.Random(seed)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.parts import LOST, SILENT, Load, Parts, expect_only
+from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
 from tests.scenarios.processes import Program
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ def test_descriptors_are_exhausted(parts: Parts, victim: str) -> None:
             await load.some(lambda one: True, 100)
         assert parts.pid(victim) == pid, "it lives"
 
-    outcomes = asyncio.run(Load(parts.router, seed=22).run(exhaust))
+    outcomes = asyncio.run(Load(parts.router, seed=22, timeout_s=REQUEST_S).run(exhaust))
     expect_only(outcomes, SILENT)
     parts.expect_whole()
 
@@ -108,7 +108,7 @@ def test_peers_that_come_while_descriptors_are_exhausted(parts: Parts) -> None:
             await load.some(lambda one: True, 60)
         assert pids == [parts.pid("decode-0 worker"), parts.pid("decode-1 worker")]
 
-    outcomes = asyncio.run(Load(parts.router, seed=23).run(exhaust))
+    outcomes = asyncio.run(Load(parts.router, seed=23, timeout_s=REQUEST_S).run(exhaust))
     expect_only(outcomes, SILENT)
     parts.expect_whole()
 
