@@ -18,7 +18,8 @@ from rich.text import Text
 from pdcore.cli.options import complain
 from pdcore.cli.workplace import Workplace
 from pdcore.errors import ConfigError
-from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, Member
+from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed
+from pdcore.server.members import Member
 
 EXIT_FAILED: Final = 1
 #: Exit status after a second Ctrl-C (128 + SIGINT).

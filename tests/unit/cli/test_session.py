@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pdcore.cli import main
 from pdcore.cli.session import StatusView
-from pdcore.server.cluster import Member
+from pdcore.server.members import Member
 from pdcore.server.process import Bound, Child
 
 

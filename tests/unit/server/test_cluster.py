@@ -18,9 +18,9 @@ from pdcore.control.bootstrap_client import split_host_port
 from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
 from pdcore.errors import ConfigError
 from pdcore.server.client import HttpClient, Origin
-from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed, at_former_addresses
-from pdcore.server.leader_main import LeaderSpec, Spec
-from pdcore.server.process import Bound, Child
+from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed
+from pdcore.server.leader_main import Spec
+from pdcore.server.process import Child
 
 BOUND_S = 90.0
 SERVER = ServerConfig(drain_s=2.0, log_level="error")
@@ -169,7 +169,7 @@ def test_d45_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         try:
             await cluster.start()
-            monkeypatch.setattr(cluster, "_spawn", no_memory)
+            monkeypatch.setattr(cluster._keeper, "spawn", no_memory)
             os.kill(cluster.members[1].child.pid, signal.SIGKILL)
             reason = await cluster.failed()
         finally:
@@ -199,18 +199,6 @@ def test_the_router_is_ready_when_the_instances_are(tmp_path: Path) -> None:
         assert not [ready for ready in seen if ready[2] and not all(ready)]
 
     run(main)
-
-
-def test_former_addresses_are_kept() -> None:
-    spec = LeaderSpec(INSTANCE, "cache", "run")
-    assert at_former_addresses(spec, None) is spec
-    again = at_former_addresses(spec, Bound("127.0.0.1:81", "127.0.0.1:82"))
-    assert isinstance(again, LeaderSpec)
-    assert (again.config.disagg.http_port, again.config.disagg.bootstrap_port) == (81, 82)
-    assert again.config.disagg.link_port == 0
-    decode = at_former_addresses(spec, Bound("[::1]:81"))
-    assert isinstance(decode, LeaderSpec)
-    assert decode.config.disagg.bootstrap_port == INSTANCE.disagg.bootstrap_port
 
 
 @pytest.mark.parametrize("count", [0, 65])
