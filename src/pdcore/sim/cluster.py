@@ -1,0 +1,183 @@
+"""A whole cluster in one event loop: router, instances, their networks, and their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Final
+
+from pdcore.control.bootstrap_client import split_host_port
+from pdcore.router.core import RouterLimits
+from pdcore.server.client import Origin
+from pdcore.server.router import create_router_app
+from pdcore.sim.instance import SimInstance
+from pdcore.sim.leader import run_app
+from pdcore.sim.loop import Process
+from pdcore.sim.plan import names
+from pdcore.sim.rank import Seat, SimRank
+from pdcore.sim.site import Site
+from pdcore.sim.wire import WireClient
+from pdcore.transports.loopback_fabric import Action
+from pdcore.types import Incarnation, Role
+
+HOST: Final = "127.0.0.1"
+ROUTER: Final = Origin(HOST, 8000)
+GRACE_S: Final = 2.0
+PROBE_S: Final = 1.0
+
+
+class SimRouter:
+    """The router process, killed and started again like any other."""
+
+    def __init__(self, site: Site, seats: list[Seat]) -> None:
+        self.site = site
+        self.process = Process("router")
+        self.graves: list[Process] = []
+        #: (killed, serving again) in virtual time; what was in flight then is excused.
+        self.outages: list[tuple[float, float]] = []
+        self._seats = seats
+
+    def start(self) -> None:
+        self.process = Process("router")
+        self.process.context.run(self._start)
+
+    def kill(self, back_after_s: float) -> None:
+        if self.process.is_dead:
+            return
+        now_s = self.site.loop.time()
+        self.site.loop.kill_process(self.process)
+        self.site.wire.unlisten(ROUTER)
+        self.site.wire.lose(self.process)
+        self.graves.append(self.process)
+        self.outages.append((now_s, now_s + back_after_s))
+        self.site.trace("kill", "router")
+        self.site.later(back_after_s, self.start)
+
+    def _start(self) -> None:
+        site = self.site
+        prefills = [seat for seat in self._seats if seat.role is Role.PREFILL]
+        app = create_router_app(
+            [seat.http for seat in prefills],
+            [seat.http for seat in self._seats if seat.role is Role.DECODE],
+            [split_host_port(seat.bootstrap)[1] for seat in prefills],
+            clock=site.clock,
+            client=WireClient(site.wire, self.process),
+            rng=random.Random(site.rng.getrandbits(64)),
+            limits=RouterLimits(
+                max_in_flight=40,
+                request_timeout_s=10.0,
+                grace_s=GRACE_S,
+                cancel_max_s=1.0,
+                cancel_unknown_s=4.0,
+            ),
+            probe_interval_s=PROBE_S,
+        )
+        site.wire.listen(ROUTER, self.process, app)
+
+        site.loop.create_task(run_app(app))
+
+
+class Cluster:
+    """Everything of one world that lives. ``instances`` in the order of their names."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        seats = make_seats(site)
+        self.instances = {seat.name: SimInstance(site, seat, self._on_stepped) for seat in seats}
+        self.router = SimRouter(site, seats)
+        self.client = Process("client")
+        #: Ranks whose memory may still be written, by process life.
+        self.lives: dict[Incarnation, SimRank] = {}
+        self._net_call: asyncio.TimerHandle | None = None
+        self._fabric_call: asyncio.TimerHandle | None = None
+        #: Writes are slower by this factor while a fault says so.
+        self.slowness = 1.0
+        #: Called with every write that moved or landed, before anybody else can run.
+        self.on_write: Callable[[Action], None] = _unwatched
+
+    def start(self) -> None:
+        for instance in self.instances.values():
+            instance.start()
+        self.router.start()
+
+    def rank(self, name: str) -> SimRank | None:
+        return self.instances[name].rank
+
+    def ranks(self) -> list[SimRank]:
+        """Workers that live."""
+        return [i.rank for i in self.instances.values() if i.rank is not None]
+
+    def processes(self) -> list[Process]:
+        """Every process there ever was, the client's last."""
+        found = [*self.router.graves, self.router.process]
+        for instance in self.instances.values():
+            found += instance.graves
+            if instance.leader is not None:
+                found.append(instance.leader.process)
+            if instance.rank is not None:
+                found.append(instance.rank.process)
+        return [*dict.fromkeys(found), self.client]
+
+    # --- networks -------------------------------------------------------------------------
+
+    def _on_stepped(self, rank: SimRank) -> None:
+        self.lives[rank.incarnation] = rank
+        self.arm_network()
+        if self._fabric_call is None and self.site.fabric.pending():
+            self._arm_fabric()
+
+    def arm_network(self) -> None:
+        """Wake up when the next frame arrives."""
+        due_s = self.site.network.next_due_s()
+        if due_s is None:
+            return
+        call = self._net_call
+        if call is not None:
+            if call.when() <= due_s:
+                return
+            call.cancel()
+        self._net_call = self.site.loop.call_at(due_s, self._deliver, context=self.site.context)
+
+    def _deliver(self) -> None:
+        self._net_call = None
+        self.site.network.deliver_due()
+        for rank in self.ranks():
+            if rank.channel.has_frames:
+                self.site.trace("frames", rank.process.name)
+                rank.wake()
+        self.arm_network()
+
+    def _arm_fabric(self) -> None:
+        delay_s = self.slowness * (0.00005 + self.site.rng.random() * 0.0003)
+        self._fabric_call = self.site.later(delay_s, self._move)
+
+    def _move(self) -> None:
+        """One chunk of one transfer moves; whoever may care looks."""
+        self._fabric_call = None
+        action = self.site.fabric.step(self.site.rng.getrandbits(30))
+        if action is None:
+            return
+        self.site.trace(action.kind, f"{action.handle} {action.receiver.hex()[:8]}")
+        self.on_write(action)
+        for incarnation in (action.sender, action.receiver):
+            rank = self.lives.get(incarnation)
+            if rank is not None and rank.transport.has_events and not rank.process.is_dead:
+                rank.wake()
+        self._arm_fabric()
+
+
+def make_seats(site: Site) -> list[Seat]:
+    prefills, decodes = names(site.plan.options)
+    options = site.plan.options
+    seats = []
+    for i, name in enumerate(prefills):
+        http, bootstrap = f"{HOST}:{8100 + i}", f"{HOST}:{8300 + i}"
+        seats.append(Seat(name, Role.PREFILL, http, bootstrap, options.prefill_blocks))
+    for i, name in enumerate(decodes):
+        seats.append(Seat(name, Role.DECODE, f"{HOST}:{8200 + i}", "", options.decode_blocks))
+    return seats
+
+
+def _unwatched(action: Action) -> None:
+    """Nobody checks writes."""

@@ -1,0 +1,206 @@
+"""What goes wrong in a simulated world: each kind of fault, carried out on the cluster.
+
+A fault begins at its time and, where it lasts, is undone after its duration. Nothing is
+damaged silently: frames and connections are lost, late, repeated or out of order, processes
+die, stand still or come back, memory and queues run full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+import attrs
+
+from pdcore.control.memory import FaultPlan
+from pdcore.sim.cluster import Cluster
+from pdcore.sim.plan import Fault
+from pdcore.sim.site import CALM
+
+Undo = Callable[[], None]
+
+
+class Faults:
+    """Carries out the faults of one plan. ``stood_still_s`` sums for how long processes or
+    networks stood still: answers may be that much later."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.stood_still_s = 0.0
+        self._undo: dict[int, Undo] = {}
+
+    def begin(self, fault: Fault) -> None:
+        """Raises KeyError for a kind that does not exist."""
+        site = self.cluster.site
+        site.trace("fault", f"{fault.kind} {fault.target} {fault.duration_s:.3f}")
+        site.faults[fault.kind] += 1
+        if fault.kind in STANDING_STILL:
+            self.stood_still_s += fault.duration_s
+        undo = KINDS[fault.kind](self.cluster, fault)
+        if undo is not None:
+            self._undo[fault.number] = undo
+            site.later(fault.duration_s, partial(self._end, fault.number))
+
+    def calm(self) -> None:
+        """Undo what still lasts, or still waits for its moment."""
+        for number in list(self._undo):
+            self._end(number)
+        for rank in self.cluster.ranks():
+            self.cluster.site.fabric.faults(rank.incarnation).fail_after_chunks = None
+
+    def _end(self, number: int) -> None:
+        undo = self._undo.pop(number, None)
+        if undo is not None:
+            self.cluster.site.trace("undo", str(number))
+            undo()
+
+
+# --- networks ------------------------------------------------------------------------------
+
+
+def _frames(
+    change: Callable[[FaultPlan, float], FaultPlan], cluster: Cluster, fault: Fault
+) -> Undo:
+    network = cluster.site.network
+    network.faults = change(network.faults, fault.amount)
+
+    def undo() -> None:
+        network.faults = CALM
+
+    return undo
+
+
+def _drop(plan: FaultPlan, amount: float) -> FaultPlan:
+    return attrs.evolve(plan, drop=0.05 + amount * 0.5)
+
+
+def _duplicate(plan: FaultPlan, amount: float) -> FaultPlan:
+    return attrs.evolve(plan, duplicate=0.1 + amount * 0.7)
+
+
+def _reorder(plan: FaultPlan, amount: float) -> FaultPlan:
+    return attrs.evolve(plan, reorder=0.1 + amount * 0.8, max_delay_s=0.02)
+
+
+def _delay(plan: FaultPlan, amount: float) -> FaultPlan:
+    return attrs.evolve(plan, max_delay_s=0.01 + amount * 0.6)
+
+
+def _partition(cluster: Cluster, fault: Fault) -> Undo:
+    """No control frame passes between two instances that live now."""
+    network = cluster.site.network
+    ranks = [cluster.rank(fault.target), cluster.rank(fault.other)]
+    ends = [rank.channel.memory_address for rank in ranks if rank is not None]
+    if len(ends) == 2:
+        network.partition(*ends)
+    return network.heal
+
+
+def _cut_http(cluster: Cluster, fault: Fault) -> Undo:
+    """No HTTP between this instance and the router, or an instance of the other role."""
+    wire = cluster.site.wire
+    ends = ("router" if fault.amount < 0.6 else fault.other, fault.target)
+    wire.cut(*ends)
+    return lambda: wire.heal(*ends)
+
+
+def _break_http(cluster: Cluster, fault: Fault) -> None:
+    """Connections of an instance's leader are reset, some or all."""
+    leader = cluster.instances[fault.target].leader
+    if leader is not None:
+        found = [c for c in cluster.site.wire.connections if c.server is leader.process]
+        for connection in found[: 1 + int(fault.amount * len(found))]:
+            connection.break_off("connection reset")
+
+
+# --- processes -----------------------------------------------------------------------------
+
+
+def _is_late(cluster: Cluster, fault: Fault) -> bool:
+    return cluster.site.plan.options.late_writes and fault.amount < 0.7
+
+
+def _crash_worker(cluster: Cluster, fault: Fault) -> None:
+    cluster.instances[fault.target].kill_worker(late=_is_late(cluster, fault))
+
+
+def _crash_leader(cluster: Cluster, fault: Fault) -> None:
+    instance = cluster.instances[fault.target]
+    instance.kill_leader(late=_is_late(cluster, fault), back_after_s=fault.duration_s)
+
+
+def _crash_router(cluster: Cluster, fault: Fault) -> None:
+    cluster.router.kill(fault.duration_s)
+
+
+def _crash_bootstrap(cluster: Cluster, fault: Fault) -> None:
+    name = fault.target if fault.target.startswith("p") else fault.other
+    cluster.instances[name].restart_bootstrap(fault.duration_s)
+
+
+def _drain(cluster: Cluster, fault: Fault) -> None:
+    cluster.instances[fault.target].drain(0.2 + fault.duration_s)
+
+
+def _pause(what: str, cluster: Cluster, fault: Fault) -> Undo:
+    instance = cluster.instances[fault.target]
+    instance.pause(what)
+    return instance.resume
+
+
+def _pause_router(cluster: Cluster, fault: Fault) -> Undo:
+    loop, process = cluster.site.loop, cluster.router.process
+    loop.stop_process(process)
+    return lambda: loop.resume_process(process)
+
+
+# --- memory, writes and load ---------------------------------------------------------------
+
+
+def _fail_write(cluster: Cluster, fault: Fault) -> None:
+    rank = cluster.rank(fault.target)
+    if rank is not None:
+        faults = cluster.site.fabric.faults(rank.incarnation)
+        faults.fail_after_chunks = int(fault.amount * 3)
+
+
+def _slow_writes(cluster: Cluster, fault: Fault) -> Undo:
+    cluster.slowness = 10.0 + fault.amount * 100.0
+
+    def undo() -> None:
+        cluster.slowness = 1.0
+
+    return undo
+
+
+def _requests(cluster: Cluster, fault: Fault) -> None:
+    """The plan has put many requests, or many long ones, at this moment: queues and pools
+    run full."""
+
+
+KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
+    "drop": partial(_frames, _drop),
+    "duplicate": partial(_frames, _duplicate),
+    "reorder": partial(_frames, _reorder),
+    "delay": partial(_frames, _delay),
+    "partition": _partition,
+    "cut_http": _cut_http,
+    "break_http": _break_http,
+    "crash_worker": _crash_worker,
+    "crash_leader": _crash_leader,
+    "crash_router": _crash_router,
+    "crash_bootstrap": _crash_bootstrap,
+    "drain": _drain,
+    "pause_worker": partial(_pause, "worker"),
+    "pause_leader": partial(_pause, "leader"),
+    "pause_router": _pause_router,
+    "exhaust": _requests,
+    "fail_write": _fail_write,
+    "slow_writes": _slow_writes,
+    "flood": _requests,
+}
+#: Kinds whose duration an answer may have to wait for.
+STANDING_STILL: Final = frozenset(
+    {"partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}
+)

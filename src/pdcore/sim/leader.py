@@ -1,0 +1,134 @@
+"""One life of a simulated leader: its apps, its dispatcher, and its end of the link.
+
+What :mod:`pdcore.server.leader` builds in a real process; the apps, the dispatcher, the rank
+table and the messages of the link are the product's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from starlette.applications import Starlette
+
+from pdcore.control.bootstrap_client import split_host_port
+from pdcore.control.codec import decode_worker_message, encode_link
+from pdcore.control.messages import LeaderMessage, WorkerMessage, WorkerReady
+from pdcore.control.rank_table import RankTable, RankTableConfig
+from pdcore.server.bootstrap import create_bootstrap_app
+from pdcore.server.client import Origin
+from pdcore.server.dispatcher import Dispatcher, DispatcherLimits
+from pdcore.server.instance import InstanceOptions, create_instance_app
+from pdcore.server.leg import LegOptions
+from pdcore.server.text import IdDetokenizer, IdTokenizer, TextModel
+from pdcore.server.workers import WorkerRegistry
+from pdcore.sim.loop import Process
+from pdcore.sim.rank import LEASE_S, TOKEN, Seat, SimRank
+from pdcore.sim.site import SimClock, Site
+from pdcore.topology import ParallelLayout
+from pdcore.types import Incarnation, Role
+
+TEXT: Final = TextModel("simulated", IdTokenizer(), IdDetokenizer)
+
+
+class SimLink:
+    """The leader's end of the link: ordered, and a refusal where no worker is connected."""
+
+    def __init__(self, site: Site, leader: Process) -> None:
+        self._site = site
+        self._leader = leader
+        self._rank: SimRank | None = None
+        self._due_s = [0.0, 0.0]
+        #: The life of the worker that counts.
+        self.current: Incarnation | None = None
+        self.deliver: Callable[[WorkerMessage], None] = _nowhere
+
+    def attach(self, rank: SimRank | None) -> None:
+        self._rank = rank
+
+    def send(self, rank: int, message: LeaderMessage) -> bool:
+        worker = self._rank
+        if worker is None or worker.process.is_dead:
+            return False
+        data = encode_link(message)
+        due_s = self._due(0)
+        call_at = self._site.loop.call_at
+        call_at(due_s, lambda: worker.receive(data), context=worker.process.context)
+        return True
+
+    def from_worker(self, incarnation: Incarnation, data: bytes) -> None:
+        """The worker sends: it arrives in the leader, if that life still counts then."""
+
+        def arrive() -> None:
+            message = decode_worker_message(data)
+            if isinstance(message, WorkerReady):
+                self.current = incarnation
+            if self.current in (None, incarnation):
+                self.deliver(message)
+
+        self._site.loop.call_at(self._due(1), arrive, context=self._leader.context)
+
+    def _due(self, direction: int) -> float:
+        due_s = self._site.loop.time() + self._site.link_delay_s()
+        due_s = self._due_s[direction] = max(due_s, self._due_s[direction])
+        return due_s
+
+
+class SimLeader:
+    """One leader process: serving from its construction until :meth:`close`."""
+
+    def __init__(self, site: Site, seat: Seat, skew_s: float) -> None:
+        self.site = site
+        self.seat = seat
+        self.process = Process(f"{seat.name}.leader", seat.name)
+        self.link = SimLink(site, self.process)
+        self._clock = SimClock(site.loop, skew_s)
+        self.dispatcher = Dispatcher(
+            self.link,
+            WorkerRegistry(1, 1, health_timeout_s=20.0),
+            clock=self._clock,
+            limits=DispatcherLimits(clock_skew_s=1.0, history_cap=256, history_ttl_s=20.0),
+        )
+        self.link.deliver = self._on_message
+        self.process.context.run(self._start)
+
+    def close(self) -> None:
+        """The process is gone: nobody answers at its addresses."""
+        for address in (self.seat.http, self.seat.bootstrap):
+            if address:
+                self.site.wire.unlisten(Origin(*split_host_port(address)))
+
+    def stop_bootstrap(self) -> None:
+        """Nobody answers there."""
+        self.site.wire.unlisten(Origin(*split_host_port(self.seat.bootstrap)))
+
+    def start_bootstrap(self) -> None:
+        """With an empty table, and an epoch that is later than any before."""
+        config = RankTableConfig(self.seat.http, ParallelLayout(1), lease_s=LEASE_S)
+        table = RankTable(config, first_epoch=int(self._clock.unix() * 1000))
+        app = create_bootstrap_app(table, self._clock, TOKEN)
+        self.site.wire.listen(Origin(*split_host_port(self.seat.bootstrap)), self.process, app)
+
+    def _start(self) -> None:
+        site, seat = self.site, self.seat
+        leg = LegOptions(seat.role, seat.http, request_timeout_s=10.0)
+        options = InstanceOptions(leg, bootstrap=seat.bootstrap)
+        app = create_instance_app(options, TEXT, self.dispatcher, clock=self._clock)
+        site.wire.listen(Origin(*split_host_port(seat.http)), self.process, app)
+        site.loop.create_task(run_app(app))
+        if seat.role is Role.PREFILL:
+            self.start_bootstrap()
+
+    def _on_message(self, message: WorkerMessage) -> None:
+        self.dispatcher.on_message(0, message)
+
+
+async def run_app(app: Starlette) -> None:
+    """An app's life, as its server runs it."""
+    async with app.router.lifespan_context(app):
+        await asyncio.Event().wait()
+
+
+def _nowhere(message: WorkerMessage) -> None:
+    """Nobody listens yet."""

@@ -1,0 +1,311 @@
+"""An event loop whose time is virtual: it jumps to the next timer when nothing is ready.
+
+Everything that runs on it belongs to a :class:`Process`, found through a context variable
+that tasks and callbacks inherit. That is how one loop can be a whole cluster: a killed
+process runs nothing any more, a stopped one keeps what is ready for it until it continues,
+and the others do not notice, as with SIGKILL, SIGSTOP and SIGCONT.
+
+Deterministic: callbacks run in the order in which they became ready, timers in the order of
+time and then of creation; ``shuffle`` draws the order between processes from a seed and keeps
+the order inside each, which is all that an operating system promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Executor
+from contextvars import Context, ContextVar, copy_context
+from typing import Final, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+#: Callbacks in a row without the clock moving: more is a loop that never sleeps.
+MAX_CALLS_AT_ONCE: Final = 200_000
+
+
+class Deadlock(AssertionError):
+    """Somebody waits, and nothing is left that could ever happen."""
+
+
+class Process:
+    """One operating-system process of a simulated world.
+
+    ``tasks`` are its unfinished tasks, oldest first; they are kept here so that nothing
+    depends on when the collector runs. ``host`` is what partitions tell apart.
+    """
+
+    __slots__ = ("context", "held", "host", "is_dead", "is_stopped", "name", "tasks")
+
+    def __init__(self, name: str, host: str = "") -> None:
+        self.name = name
+        self.host = host or name
+        self.is_dead = False
+        self.is_stopped = False
+        self.held: list[_Call] = []
+        self.tasks: dict[asyncio.Task[object], None] = {}
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self)
+
+    def __repr__(self) -> str:
+        state = "dead" if self.is_dead else "stopped" if self.is_stopped else "running"
+        return f"Process({self.name}, {state}, tasks={len(self.tasks)})"
+
+
+#: Whose code is running; None is the world itself (network, planned faults, checks).
+PROCESS: Final[ContextVar[Process | None]] = ContextVar("pdcore_sim_process", default=None)
+
+
+class _Call(asyncio.TimerHandle):
+    """A callback that is ready or due. The base class only gives it its type: its own
+    constructor asks for debugging and source lines, which is half of the cost."""
+
+    __slots__ = ("function", "parameters", "place", "process", "sequence", "when_s")
+
+    def __init__(
+        self,
+        when_s: float,
+        sequence: int,
+        function: Callable[..., object],
+        parameters: tuple[object, ...],
+        context: Context | None,
+    ) -> None:
+        self.when_s = when_s
+        self.sequence = sequence
+        self.function: Callable[..., object] | None = function
+        self.parameters = parameters
+        self.place = copy_context() if context is None else context
+        self.process = self.place.get(PROCESS, None)
+
+    def cancel(self) -> None:
+        self.function = None
+        self.parameters = ()
+
+    def cancelled(self) -> bool:
+        return self.function is None
+
+    def when(self) -> float:
+        return self.when_s
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _Call)
+        return (self.when_s, self.sequence) < (other.when_s, other.sequence)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        return f"_Call({self.when_s:.6f}, {self.process}, {self.function})"
+
+
+class _Calls(asyncio.BaseEventLoop):
+    """The part of an event loop that asyncio and libraries on it use."""
+
+    def __init__(self, start_s: float) -> None:
+        self._is_running = False
+        super().__init__()
+        self._now_s = start_s
+        self._queue: deque[_Call] = deque()
+        self._timers: list[tuple[float, int, _Call]] = []
+        self._count = itertools.count()
+        #: What asyncio would log: exceptions that nobody took, with the process's name.
+        self.errors: list[str] = []
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        call = _Call(self._now_s, 0, callback, args, context)
+        self._queue.append(call)
+        return call
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """There is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        sequence = next(self._count)
+        call = _Call(when, sequence, callback, args, context)
+        heapq.heappush(self._timers, (when, sequence, call))
+        return call
+
+    def create_future(self) -> asyncio.Future[object]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[asyncio.Future[object] | None, None, T] | Coroutine[object, object, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        """A process keeps its unfinished tasks, so that no collection can end one."""
+        task = asyncio.Task(coro, loop=self, context=context)
+        process = PROCESS.get() if context is None else context.get(PROCESS, None)
+        if process is not None:
+            tasks = process.tasks
+            tasks[task] = None
+            task.add_done_callback(lambda done: tasks.pop(done, None))
+        return task
+
+    def run_in_executor(
+        self,
+        executor: Executor | None,
+        func: Callable[[Unpack[Ts]], T],
+        *args: *Ts,
+    ) -> asyncio.Future[T]:
+        """Called inline: what a thread would do takes no virtual time."""
+        future: asyncio.Future[T] = asyncio.Future(loop=self)
+        future.set_result(func(*args))
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return self._is_running
+
+    def is_closed(self) -> bool:
+        """It holds nothing that would have to be closed."""
+        return not self._is_running
+
+    def call_exception_handler(self, context: Mapping[str, object]) -> None:
+        process = PROCESS.get()
+        error = context.get("exception")
+        text = f"{context.get('message')}" + ("" if error is None else f": {error!r}")
+        self.errors.append(f"{'world' if process is None else process.name}: {text}")
+
+
+class SimLoop(_Calls):
+    """See the module. ``run`` is the only way in."""
+
+    def __init__(self, shuffle: random.Random | None = None, *, start_s: float = 1000.0) -> None:
+        super().__init__(start_s)
+        self._shuffle = shuffle
+        self._num_at_once = 0
+        #: Callbacks run so far.
+        self.num_calls = 0
+
+    def run(self, main: Coroutine[object, object, T]) -> T:
+        """Raises Deadlock when nothing is left to do, and what a callback raised."""
+        asyncio._set_running_loop(self)
+        self._is_running = True
+        try:
+            task = self.create_task(main)
+            while not task.done():
+                self._turn()
+        finally:
+            self._is_running = False
+            asyncio._set_running_loop(None)
+        return task.result()
+
+    def stop_process(self, process: Process) -> None:
+        """SIGSTOP: what becomes ready for it waits."""
+        process.is_stopped = True
+
+    def resume_process(self, process: Process) -> None:
+        """SIGCONT, in the order in which things became ready."""
+        process.is_stopped = False
+        held, process.held = process.held, []
+        self._queue.extend(held)
+
+    def kill_process(self, process: Process) -> None:
+        """SIGKILL: nothing of it runs from now on, not even what cleans up."""
+        process.is_dead = True
+        process.held = []
+
+    async def bury(self, process: Process) -> None:
+        """After the end of a world: unwind what a killed process left on its stacks."""
+        process.is_dead = process.is_stopped = False
+        for _ in range(100):
+            left = [task for task in process.tasks if not task.done()]
+            if not left:
+                return
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=1.0)
+
+    def _turn(self) -> None:
+        """Run what is ready now; if nothing is, jump to the next timer first."""
+        ready, timers = self._queue, self._timers
+        if not ready:
+            while timers and timers[0][2].function is None:
+                heapq.heappop(timers)
+            if not timers:
+                raise Deadlock("nothing is ready and no timer is set: somebody waits for ever")
+            if timers[0][0] > self._now_s:
+                self._now_s = timers[0][0]
+                self._num_at_once = 0
+        now_s = self._now_s
+        while timers and timers[0][0] <= now_s:
+            call = heapq.heappop(timers)[2]
+            if call.function is not None:
+                ready.append(call)
+        turn = len(ready)
+        if self._shuffle is not None and turn > 1:
+            _shuffle(ready, self._shuffle)
+        self.num_calls += turn
+        self._num_at_once += turn
+        if self._num_at_once > MAX_CALLS_AT_ONCE:
+            raise Deadlock(f"time stands still at {now_s:.6f} s: somebody never sleeps")
+        for _ in range(turn):
+            call = ready.popleft()
+            function = call.function
+            if function is None:
+                continue
+            process = call.process
+            if process is not None and (process.is_dead or process.is_stopped):
+                if not process.is_dead:
+                    process.held.append(call)
+                continue
+            call.place.run(function, *call.parameters)
+
+
+async def pass_time(seconds: float) -> None:
+    """Let virtual time pass. Takes no real time."""
+    await asyncio.sleep(seconds)
+
+
+def _shuffle(ready: deque[_Call], rng: random.Random) -> None:
+    """Another order between processes, the same inside each."""
+    keys: dict[Process | None, float] = {}
+    for call in ready:
+        if call.process not in keys:
+            keys[call.process] = rng.random()
+    if len(keys) > 1:
+        calls = sorted(ready, key=lambda call: keys[call.process])
+        ready.clear()
+        ready.extend(calls)

@@ -1,0 +1,146 @@
+"""What all processes of one simulated world share: time, networks, memory, randomness."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Final
+
+import attrs
+
+from pdcore.config import CoreLimits
+from pdcore.control.memory import FaultPlan, MemoryNetwork
+from pdcore.engine.simulated import CostModel, SimulatedConfig
+from pdcore.sim.loop import SimLoop
+from pdcore.sim.plan import MAX_PROMPT, VOCABULARY, Plan
+from pdcore.sim.wire import Wire
+from pdcore.transports.base import Revocation
+from pdcore.transports.loopback_fabric import LoopbackFabric
+
+#: Virtual time when a world begins, in seconds.
+START_S: Final = 1000.0
+#: What Unix time is when a world begins.
+UNIX_OFFSET_S: Final = 1_800_000_000.0
+#: Frames of the control network when nothing is wrong, in seconds.
+CALM: Final = FaultPlan(min_delay_s=0.0002, max_delay_s=0.001)
+#: One chunk of a write; a block of the simulated model has 128 bytes.
+CHUNK_BYTES: Final = 256
+#: Milliseconds as on a GPU: requests overlap, and nothing takes longer than a fault.
+COST: Final = CostModel(
+    prefill_base_s=0.006, prefill_token_s=0.0003, decode_base_s=0.008, decode_sequence_s=0.0003
+)
+#: The product's timers, shortened where a world would otherwise wait for nothing.
+LIMITS: Final = CoreLimits(
+    max_prefill_tokens=MAX_PROMPT,
+    prefill_chunk_tokens=16,
+    max_running=16,
+    num_metadata_slots=12,
+    num_reserved_decode_tokens=4,
+    resend_max_s=1.0,
+    topology_retry_s=0.2,
+    topology_ttl_s=5.0,
+    drain_timeout_s=3.0,
+    linger_s=2.0,
+    parked_handshake_cap=32,
+    parked_handshake_ttl_s=3.0,
+    tombstone_cap=64,
+    tombstone_ttl_s=6.0,
+    heartbeat_misses=3,
+    clock_skew_s=1.0,
+)
+#: Of worlds whose transport has nothing better. Longer than any write takes here.
+QUARANTINE_S: Final = 5.0
+MODEL: Final = SimulatedConfig(
+    num_layers=1,
+    num_kv_heads=1,
+    block_size=4,
+    vocab_size=VOCABULARY,
+    max_model_len=64,
+    verify_all=True,
+    cost=COST,
+)
+
+
+class SimClock:
+    """Virtual time as the product asks for it."""
+
+    def __init__(self, loop: SimLoop, skew_s: float = 0.0) -> None:
+        self._loop = loop
+        self._offset_s = UNIX_OFFSET_S + skew_s
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def unix(self) -> float:
+        return self._loop.time() + self._offset_s
+
+
+class Trace:
+    """A running hash of everything that happened, and the lines of it where wanted."""
+
+    def __init__(self, loop: SimLoop, *, is_kept: bool = False) -> None:
+        self._loop = loop
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.lines: list[str] | None = [] if is_kept else None
+
+    def __call__(self, what: str, detail: str) -> None:
+        line = f"{self._loop.time():.6f} {what} {detail}"
+        self._hash.update(line.encode())
+        if self.lines is not None:
+            self.lines.append(line)
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+@attrs.define(eq=False)
+class Site:
+    """Build with :func:`make_site`."""
+
+    plan: Plan
+    loop: SimLoop
+    clock: SimClock
+    trace: Trace
+    rng: random.Random
+    wire: Wire
+    network: MemoryNetwork
+    fabric: LoopbackFabric
+    limits: CoreLimits
+    #: Of no process: what the world itself does must not stop with one.
+    context: Context
+    #: Faults that took place, by kind.
+    faults: Counter[str] = attrs.field(factory=Counter)
+    #: What must never happen and did.
+    violations: list[str] = attrs.field(factory=list)
+
+    def violate(self, text: str) -> None:
+        self.trace("violation", text)
+        self.violations.append(f"at {self.loop.time() - START_S:.3f} s: {text}")
+
+    def later(self, delay_s: float, function: Callable[[], object]) -> asyncio.TimerHandle:
+        """The world itself does something, whichever process runs now."""
+        return self.loop.call_later(delay_s, function, context=self.context)
+
+    def link_delay_s(self) -> float:
+        return 0.0001 + self.rng.random() * 0.0005
+
+
+def make_site(plan: Plan, *, is_traced: bool = False) -> Site:
+    rng = random.Random(f"pdcore site {plan.seed}")
+    shuffle = random.Random(rng.getrandbits(64)) if plan.options.is_shuffled else None
+    loop = SimLoop(shuffle, start_s=START_S)
+    clock = SimClock(loop)
+    trace = Trace(loop, is_kept=is_traced)
+    wire = Wire(loop, lambda: 0.0002 + rng.random() * 0.0015, trace)
+    network = MemoryNetwork(clock, CALM, seed=rng.getrandbits(64), manual=True)
+    fabric = LoopbackFabric(stepped=True, chunk_bytes=CHUNK_BYTES)
+    limits = attrs.evolve(LIMITS, max_queued_requests=plan.options.max_queued)
+    if plan.options.revocation is Revocation.QUARANTINE:
+        # Whoever waits for a quarantine is not stuck.
+        limits = attrs.evolve(limits, drain_timeout_s=QUARANTINE_S + 3.0)
+    context = copy_context()
+    return Site(plan, loop, clock, trace, rng, wire, network, fabric, limits, context)
