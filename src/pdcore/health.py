@@ -85,7 +85,7 @@ class Watch:
             self.damage = f"the ledger of KV blocks does not add up: {error}; restart this worker"
             log.critical("%s", self.damage)
 
-    def health(self, core: Watched, reasons: Sequence[str]) -> WorkerHealth:
+    def health(self, core: Watched, reasons: Sequence[str], now: float) -> WorkerHealth:
         """``reasons``: why the rank is not ready, as far as others know."""
         totals = {**attrs.asdict(core.snapshot()), **attrs.asdict(self.counters)}
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
@@ -102,5 +102,5 @@ class Watch:
             problems,
             counters,
             {key: account._asdict() for key, account in accounts(core.rooms).items()},
-            dict(list(core.rooms.refused_peers().items())[:MAX_NAMED]),
+            dict(list(core.rooms.refused_peers(now).items())[:MAX_NAMED]),
         )

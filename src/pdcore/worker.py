@@ -275,7 +275,7 @@ class Worker:
 
     def health(self) -> WorkerHealth:
         """Counters, and why this rank is not ready (empty: it is)."""
-        return self.watch.health(self.core, self.problems())
+        return self.watch.health(self.core, self.problems(), self.clock.monotonic())
 
     def _report_health(self, now: float) -> None:
         if now >= self._next_health_s:

@@ -34,6 +34,8 @@ class Report:
     bootstrap_port: int | None = None
     #: It gave an answer, whatever it says.
     is_reached: bool = True
+    #: Instances of the other role that it gives no work now: that pair is broken (D25).
+    refused: frozenset[str] = frozenset()
 
 
 #: So many probes in a row without any answer: what ran there is over or ends by its deadline.
@@ -52,6 +54,7 @@ class Member:
         "instance",
         "num_live",
         "num_unreached",
+        "refused",
         "target",
     )
 
@@ -64,6 +67,12 @@ class Member:
         self.bootstrap_port = target.bootstrap_port
         self.num_live = 0
         self.num_unreached = 0
+        #: Instances of the other role that it does not work with now.
+        self.refused: frozenset[str] = frozenset()
+
+    def works_with(self, other: Member) -> bool:
+        """Neither of the two has said that this pair is broken."""
+        return other.instance not in self.refused and self.instance not in other.refused
 
     @property
     def stays_unreachable(self) -> bool:
@@ -89,6 +98,7 @@ class Fleet:
     def report(self, member: Member, report: Report) -> None:
         member.health = Health.UP if report.is_up else Health.DOWN
         member.detail = report.detail
+        member.refused = report.refused
         member.num_unreached = 0 if report.is_reached else member.num_unreached + 1
         if report.instance:
             member.instance = report.instance

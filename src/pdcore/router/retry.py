@@ -85,14 +85,23 @@ def choose(
     decodes: Iterable[Member],
     avoid: Iterable[Member] = (),
 ) -> tuple[Member, Member] | None:
-    """The pair that serves this room, out of what is up and not avoided; None: there is none."""
+    """The pair that serves this room, out of what is up and not avoided; None: there is none.
+
+    A pair that one of its ends calls broken is left out while another one works: each of the
+    two may be well (vllm PR #55471). Where every pair is, its legs say why."""
     avoided = list(avoid)
     usable_p = [m for m in prefills if m.health is Health.UP and m not in avoided]
     usable_d = [m for m in decodes if m.health is Health.UP and m not in avoided]
     if not usable_p or not usable_d:
         return None
     i, k = choose_pair(room, len(usable_p), len(usable_d))
-    return usable_p[i], usable_d[k]
+    pairs = (
+        (prefill, decode)
+        for prefill in (*usable_p[i:], *usable_p[:i])
+        for decode in (*usable_d[k:], *usable_d[:k])
+    )
+    working = (pair for pair in pairs if pair[0].works_with(pair[1]))
+    return next(working, (usable_p[i], usable_d[k]))
 
 
 def named(fleet: Fleet, fields: ClientFields) -> tuple[list[Member], list[Member]]:

@@ -112,12 +112,14 @@ class Breakers:
         """That process life is over."""
         self._breakers.pop(incarnation, None)
 
-    def problems(self) -> list[tuple[PeerRef, str]]:
-        """Who gets no new work, or is being tried, and why."""
+    def problems(self, now: float) -> list[tuple[PeerRef, str]]:
+        """Who gets no new work now, and why. Not one whose cool-down is over: it must be
+        given a request to be tried."""
         return [
             (breaker.peer, breaker.cause)
             for breaker in self._breakers.values()
             if breaker.open_until_s is not None
+            and (now < breaker.open_until_s or breaker.trial is not None)
         ]
 
     # --- inside ----------------------------------------------------------------------------

@@ -204,11 +204,11 @@ class PeeredRooms(RoomBook[R]):
                     found[name] = found.get(name, 0) + 1
         return found
 
-    def refused_peers(self) -> dict[str, str]:
+    def refused_peers(self, now: float) -> dict[str, str]:
         """Instance -> why it gets no new work from this rank: for routers, which choose
         another pair, and for people."""
         found = {
-            peer.instance: f"rank {peer.rank}: {why}" for peer, why in self.breakers.problems()
+            peer.instance: f"rank {peer.rank}: {why}" for peer, why in self.breakers.problems(now)
         }
         for peer in self.peers.suspects():
             found[peer.instance] = f"rank {peer.rank}: {self._silence()}"

@@ -31,6 +31,7 @@ class _Health(msgspec.Struct, frozen=True):
     dp_size: int | None = None
     bootstrap: str | None = None
     problems: list[str] = []
+    refused_peers: dict[str, str] = {}
 
 
 class Prober:
@@ -88,7 +89,7 @@ class Prober:
             body = await response.read(_MAX_HEALTH_BYTES)
         except PoolTimeout:
             # All our connections to it are busy: that says nothing against the instance.
-            return Report(member.health is Health.UP, member.detail)
+            return Report(member.health is Health.UP, member.detail, refused=member.refused)
         except HttpError as error:
             return Report(False, str(error), is_reached=False)
         try:
@@ -105,6 +106,7 @@ class Prober:
             instance=health.instance,
             dp_size=health.dp_size if health.dp_size and health.dp_size > 0 else None,
             bootstrap_port=port,
+            refused=frozenset(health.refused_peers),
         )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pdcore.errors import HTTP_STATUS, failure
 from pdcore.fsm.routed import CancelLeg, DispatchLegs, Leg, LegFailure, Retry
 from pdcore.router.events import LegAnswered, LegLost
-from pdcore.router.fleet import Fleet, Report
+from pdcore.router.fleet import Fleet, Member, Report
 from pdcore.router.limits import OnPrefillLoss, RouterLimits
 from pdcore.router.live import Budget, Live
-from pdcore.router.policies import ClientFields, Target
+from pdcore.router.policies import ClientFields, Target, choose_pair
 from pdcore.router.retry import (
     PREFILL_EVICTED,
     choose,
@@ -200,6 +202,31 @@ def test_only_instances_that_are_up_and_not_avoided_are_chosen() -> None:
     assert choose(5, fleet.prefills, fleet.decodes, [p1]) == (p0, fleet.decodes[1])
     fleet.mark_down(p0, "gone")
     assert choose(5, fleet.prefills, fleet.decodes, [p1]) is None
+
+
+def check_a_broken_pair_is_left_out(choose_one: Callable[..., object]) -> None:
+    fleet = fleet_of(2, 2)
+    (p0, p1), (d0, d1) = fleet.prefills, fleet.decodes
+    assert choose(5, fleet.prefills, fleet.decodes) == (p1, d1)
+    d1.refused = frozenset({p1.instance})
+    assert choose_one(5, fleet.prefills, fleet.decodes) == (p1, d0)
+    p1.refused = frozenset({d0.instance})
+    assert choose_one(5, fleet.prefills, fleet.decodes) == (p0, d1), "either end may say so"
+    for prefill in (p0, p1):
+        prefill.refused = frozenset({d0.instance, d1.instance})
+    assert choose_one(5, fleet.prefills, fleet.decodes) == (p1, d1), "its legs say why"
+
+
+def test_a_broken_pair_is_left_out_while_both_of_its_instances_serve_others() -> None:
+    """vllm PR #55471: one path is broken, nobody is ill."""
+    check_a_broken_pair_is_left_out(choose)
+
+    def mutant(room: int, prefills: list[Member], decodes: list[Member]) -> tuple[Member, Member]:
+        i, k = choose_pair(room, len(prefills), len(decodes))
+        return prefills[i], decodes[k]
+
+    with pytest.raises(AssertionError):
+        check_a_broken_pair_is_left_out(mutant)
 
 
 def test_a_lost_attempt_is_replaced_by_a_fresh_one() -> None:

@@ -39,7 +39,7 @@ def test_r49_three_failures_in_a_row_open_it_and_the_reason_is_told() -> None:
     assert why == (
         "it failed 3 times in a row, the last one: the write stalled; it is tried again in 7.0 s"
     )
-    assert breakers.problems() == [
+    assert breakers.problems(5.0) == [
         (A, "it failed 3 times in a row, the last one: the write stalled")
     ]
     assert breakers.refusal(B.incarnation, ONE, 5.0) is None, "each pair is judged by itself"
@@ -104,7 +104,7 @@ def test_d25_it_is_half_open_after_the_cool_down() -> None:
     assert breakers.refusal(A.incarnation, TWO, 12.0) is not None, "there is one trial"
     breakers.succeeded(A.incarnation)
     assert breakers.refusal(A.incarnation, TWO, 12.0) is None
-    assert breakers.problems() == []
+    assert breakers.problems(12.0) == []
 
 
 def test_a_trial_that_fails_opens_it_again_at_once() -> None:
@@ -162,3 +162,24 @@ def test_what_is_known_is_bounded() -> None:
 
 def test_repr_names_who_is_out() -> None:
     assert repr(opened()) == "Breakers(known=1, open=['prefill'])"
+
+
+def check_it_gets_its_trial(kind: type[Breakers]) -> None:
+    """Routers leave out whom an instance names: after the cool-down they must not."""
+    breakers = opened(kind)
+    assert [peer for peer, _ in breakers.problems(11.9)] == [A]
+    assert breakers.problems(12.0) == []
+    breakers.begin(A.incarnation, ONE)
+    assert [peer for peer, _ in breakers.problems(12.0)] == [A], "one at a time"
+
+
+def test_d25_a_peer_is_named_only_while_it_gets_no_work() -> None:
+    """D25: named for ever it would be a blacklist by another way."""
+    check_it_gets_its_trial(Breakers)
+
+    class NamedForEver(Breakers):
+        def problems(self, now: float) -> list[tuple[PeerRef, str]]:
+            return super().problems(0.0)
+
+    with pytest.raises(AssertionError):
+        check_it_gets_its_trial(NamedForEver)

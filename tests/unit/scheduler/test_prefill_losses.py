@@ -71,6 +71,6 @@ def test_a_claim_that_nobody_answers_ends_when_its_peer_falls_silent() -> None:
     world.run(lambda: world.prefill.result(key) is not None)
     why = failure_of(world, "prefill", key)
     assert why == ("unavailable", "decode rank 0: it has not answered 5 heartbeats in a row")
-    assert core.rooms.refused_peers().keys() == {"decode"}
+    assert core.rooms.refused_peers(world.clock.monotonic()).keys() == {"decode"}
     ledger = core.blocks.audit()["full"]
     assert ledger.free == ledger.total

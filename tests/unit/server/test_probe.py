@@ -81,6 +81,23 @@ def test_what_an_instance_says_is_kept() -> None:
     run(play())
 
 
+def test_the_peers_that_an_instance_refuses_are_kept_until_its_next_answer() -> None:
+    """vllm PR #55471: health is per pair."""
+
+    async def play() -> None:
+        body = b'{"status":"Up","refused_peers":{"10.0.0.9:8001":"rank 0: silent"}}'
+        answers = {1: (200, UP), 2: (200, UP), 3: (200, body)}
+        fleet, _, probe = prober(answers)
+        await probe.probe_all()
+        (decode,) = fleet.decodes
+        assert (decode.health, decode.refused) == (Health.UP, {"10.0.0.9:8001"})
+        answers[3] = (200, b'{"status":"Up"}')
+        await probe.probe_all()
+        assert decode.refused == set()
+
+    run(play())
+
+
 @pytest.mark.parametrize("body", [b"", b"ok", b"[]", b'{"dp_size":"4"}', b'{"dp_size":0}'])
 def test_a_server_that_says_less_is_up_and_nothing_is_assumed(body: bytes) -> None:
     async def play() -> None:
