@@ -30,13 +30,16 @@ Serve a language model with prefill and decode apart.
         -d '{"messages": [{"role": "user", "content": "Hi"}]}'
 
 - `pdcore doctor` says what works on this machine, and what to install for the rest.
+- `pdcore verify lifecycles` walks every state of small worlds made of this code, and checks
+  that no failure loses a request, corrupts a block or hangs.
 - `pdcore serve --role prefill` (or decode, router) runs one role: one command per node.
 
 Every setting, its default and its reason: `pdcore settings`.
 """
 
-#: In the order of the help page: pdcore.cli.<name> has the function of that name.
-COMMANDS: Final = ("demo", "up", "serve", "doctor", "settings", "diagram")
+#: In the order of the help page: pdcore.cli.<name> has the function of that name, or an App
+#: with commands of its own.
+COMMANDS: Final = ("demo", "up", "serve", "doctor", "settings", "diagram", "verify")
 
 
 def build_app() -> App:
@@ -55,8 +58,12 @@ def build_app() -> App:
         result_action="return_value",
     )
     for position, name in enumerate(COMMANDS):
-        module = import_module(f"pdcore.cli.{name}")
-        app.command(vars(module)[name], name=name, sort_key=position)
+        command = vars(import_module(f"pdcore.cli.{name}"))[name]
+        if isinstance(command, App):
+            command.sort_key = position
+            app.command(command)
+        else:
+            app.command(command, name=name, sort_key=position)
     return app
 
 

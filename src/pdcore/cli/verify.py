@@ -1,0 +1,34 @@
+"""``pdcore verify``: the proofs that come with the product, for anybody to run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from cyclopts import App
+
+HELP: Final = """\
+Check pdcore's promises on this machine: no failure loses a request, corrupts a block or hangs.
+
+- `pdcore verify lifecycles` walks every reachable state of small worlds built from the code
+  that runs in production, and checks each of them. Some minutes.
+
+Example: `pdcore verify lifecycles --list`
+
+docs/verification.md says what is proved, within which bounds, and what is not.
+"""
+
+#: pdcore.cli.verify_<name> has the function of that name.
+PROOFS: Final = ("lifecycles",)
+
+
+def build_verify() -> App:
+    """The command tree below ``pdcore verify``."""
+    app = App(name="verify", help=HELP, help_format="markdown", version_flags=[])
+    for position, name in enumerate(PROOFS):
+        module = import_module(f"pdcore.cli.verify_{name}")
+        app.command(vars(module)[name], name=name, sort_key=position)
+    return app
+
+
+verify: Final = build_verify()
