@@ -91,14 +91,17 @@ def test_a_sender_that_remembers_one_canceller_only_is_caught(
 
 
 class Witness:
-    """Reads both ends' wires: which nonces were granted, and which of them prefill ended."""
+    """Reads both ends' wires: which nonces were granted, and which of them prefill ended; and
+    looks at the fabric for what a prefill that died may still write."""
 
     def __init__(self, world: World) -> None:
+        self.world = world
+        self.dead: set[bytes] = set()
         self.granted: dict[RoomKey, set[Nonce]] = {}
         self.ended: set[Nonce] = set()
         self.num_released = 0
         for rank in world.ranks.values():
-            self._listen(rank.worker.ports.channel)
+            self.listen(rank.worker.ports.channel)
         rooms = world.decode.worker.core.rooms
         blocks = rooms.blocks
         release, unlease = rooms.release, blocks.unlease
@@ -119,7 +122,12 @@ class Witness:
         vars(rooms).update(admit=admit, release=released)
         vars(blocks)["unlease"] = unleased
 
-    def _listen(self, channel) -> None:
+    def restart_prefill(self, *, late: bool) -> None:
+        self.dead.add(self.world.prefill.worker.core.setup.me.incarnation)
+        self.world.restart("prefill", late=late)
+        self.listen(self.world.prefill.worker.ports.channel)
+
+    def listen(self, channel) -> None:
         send = channel.send
 
         def heard(to: str, data: bytes) -> bool:
@@ -136,17 +144,22 @@ class Witness:
         vars(channel)["send"] = heard
 
     def check(self, key: RoomKey) -> None:
-        open_claims = self.granted.get(key, set()) - self.ended
-        assert not open_claims, f"{key} gave its pages back while {open_claims} may write"
+        writing = {action.sender for action in self.world.fabric.pending()}
+        for nonce in self.granted.get(key, set()) - self.ended:
+            is_fenced = nonce.incarnation in self.dead and nonce.incarnation not in writing
+            assert is_fenced, f"{key} gave its pages back while {nonce} may write"
         self.num_released += 1
 
 
-def aborts_on_a_bad_network(world: World, seed: int) -> Witness:
+def aborts_on_a_bad_network(world: World, seed: int, restarts: int = 0) -> Witness:
     witness = Witness(world)
     rng = random.Random(seed)
-    me = world.prefill.worker.core.setup.me.incarnation
     keys = []
-    for _ in range(40):
+    moments = rng.sample(range(5, 40), restarts)
+    for i in range(40):
+        if i in moments:
+            witness.restart_prefill(late=rng.random() < 0.7)
+        me = world.prefill.worker.core.setup.me.incarnation
         world.fabric.faults(me).late_landing = rng.random() < 0.7
         keys.append(world.submit([rng.randrange(3, 900)] * rng.randrange(1, 14), sampling=FIVE))
         for _ in range(rng.randrange(8)):
@@ -164,13 +177,15 @@ LIMITS = CoreLimits(prefill_chunk_tokens=8, num_metadata_slots=8)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pages_come_back_only_after_every_writers_own_word(seed: int) -> None:
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_pages_come_back_only_after_every_writers_own_word(seed: int, restarts: int) -> None:
     """SGLang PR38961: for every release, on a network that loses, doubles and reorders, with
-    writes that go on after their cancel: each nonce that was granted has been acknowledged or
-    reported Done by the process that held it."""
+    writes that go on after their cancel and after the death of their process: each nonce that
+    was granted has been acknowledged or reported Done by the process that held it, or that
+    process is dead and nothing of it can land any more."""
     faults = FaultPlan(drop=0.2, duplicate=0.2, reorder=0.3, max_delay_s=0.05)
     world = make_world(num_blocks=40, stepped=True, limits=LIMITS, faults=faults, seed=seed)
-    witness = aborts_on_a_bad_network(world, seed)
+    witness = aborts_on_a_bad_network(world, seed, restarts)
     assert witness.num_released >= 10
     assert sum(map(len, witness.granted.values())) >= 10
     check_serves(world)
