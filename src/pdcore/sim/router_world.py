@@ -310,8 +310,8 @@ class UnknownIsFailure(TracedRouted):
     __slots__ = ()
 
 
-for _event in ("prefill_unknown",):
-    setattr(UnknownIsFailure, _event, traced("prefill_failed"))
+for _replaced in ("prefill_unknown",):
+    setattr(UnknownIsFailure, _replaced, traced("prefill_failed"))
 
 
 class AnyAttempt(TracedRouted):
