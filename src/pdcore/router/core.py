@@ -15,7 +15,6 @@ lost it. It names the attempt it ``replaces``, which is cancelled and drains bes
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
@@ -34,6 +33,7 @@ from pdcore.fsm.routed import (
 )
 from pdcore.fsm.routed import EndStream as FinishStream
 from pdcore.fsm.states import RoutedState
+from pdcore.router.alarms import Alarms
 from pdcore.router.events import (
     Answer,
     CancelAnswered,
@@ -79,8 +79,7 @@ class RouterCore:
         self._rng = rng
         self._next_ticket = 1
         self._live: dict[int, Live] = {}
-        #: (when, ticket) of every deadline and back-off, and of some that are over.
-        self._due: list[tuple[float, int]] = []
+        self._alarms = Alarms(self._live)
         self._effects: list[RouterEffect] = []
         self._outbox = Outbox(
             initial_s=limits.cancel_initial_s,
@@ -114,7 +113,7 @@ class RouterCore:
         self._next_ticket += 1
         self._live[live.ticket] = live
         self.rooms.enter(room, live.ticket)
-        heapq.heappush(self._due, (live.budget.deadline_s + limits.grace_s, live.ticket))
+        self._alarms.add(live.budget.deadline_s + limits.grace_s, live.ticket)
         self.counters["received"] += 1
         if pair is None:
             detail = self.fleet.problem() or "the instance that was asked for is not ready"
@@ -150,10 +149,8 @@ class RouterCore:
 
     def handle_timeout(self, now_s: float) -> None:
         """Deadlines and back-offs that are due, and cancels to send again."""
-        while self._due and self._due[0][0] <= now_s:
-            live = self._live.get(heapq.heappop(self._due)[1])
-            if live is None:
-                continue
+        while (ticket := self._alarms.pop_due(now_s)) is not None:
+            live = self._live[ticket]
             if now_s >= live.budget.deadline_s + self.limits.grace_s:
                 why = RouterFailure(late(live, now_s))
                 self._apply(live, live.routed.deadline_expired(why), now_s)
@@ -170,9 +167,7 @@ class RouterCore:
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do; None: not before another event."""
-        while self._due and self._due[0][1] not in self._live:
-            heapq.heappop(self._due)
-        first = self._due[0][0] if self._due else None
+        first = self._alarms.next_s()
         due = self._outbox.next_due_s()
         return due if first is None else first if due is None else min(first, due)
 
@@ -245,7 +240,7 @@ class RouterCore:
         live.since_s = now_s
         live.recovery.lose_attempt(plan.blamed, why, now_s + plan.delay_s)
         if plan.delay_s:
-            heapq.heappush(self._due, (live.recovery.retry_at_s, live.ticket))
+            self._alarms.add(live.recovery.retry_at_s, live.ticket)
         else:
             self._redispatch(live, plan.pair, now_s)
         return True

@@ -89,9 +89,12 @@ def choose(
 
     A pair that one of its ends calls broken is left out while another one works: each of the
     two may be well (vllm PR #55471). Where every pair is, its legs say why."""
-    avoided = list(avoid)
-    usable_p = [m for m in prefills if m.health is Health.UP and m not in avoided]
-    usable_d = [m for m in decodes if m.health is Health.UP and m not in avoided]
+    up = Health.UP
+    usable_p = [m for m in prefills if m.health is up]
+    usable_d = [m for m in decodes if m.health is up]
+    if avoided := list(avoid):
+        usable_p = [m for m in usable_p if m not in avoided]
+        usable_d = [m for m in usable_d if m not in avoided]
     if not usable_p or not usable_d:
         return None
     i, k = choose_pair(room, len(usable_p), len(usable_d))
