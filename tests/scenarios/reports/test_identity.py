@@ -76,7 +76,7 @@ def until_timed_out(world: World) -> RoomKey:
     """Prefill gave up a request whose decode could not be heard; decode still waits."""
     ends = [rank.worker.ports.channel._channel.address for rank in world.ranks.values()]
     world.network.partition(*ends)
-    key = world.submit(PROMPT, to=("decode",), sampling=FIVE, timeout_s=300.0)
+    key = world.submit(PROMPT, to=("decode",), sampling=FIVE, timeout_s=60.0)
     world.submit(PROMPT, key=key, to=("prefill",), sampling=FIVE, timeout_s=5.0)
     world.run(lambda: world.prefill.result(key) is not None)
     assert world.decode.result(key) is None
@@ -126,12 +126,12 @@ def test_waiting_in_decodes_queue_is_no_failure_of_prefill() -> None:
     limits = CoreLimits(num_metadata_slots=1, max_running=1, linger_s=1.0)
     world = make_world(limits=limits, num_blocks=40)
     sampling = SamplingParams(max_tokens=100)
-    keys = [world.submit([i] * 12, sampling=sampling, timeout_s=600.0) for i in range(5, 11)]
+    keys = [world.submit([i] * 12, sampling=sampling, timeout_s=600.0) for i in range(5, 9)]
     while len([key for key in keys if world.decode.result(key)]) < len(keys):
         world.step()
         world.clock.advance(0.2)
     assert world.clock.monotonic() > 1000.0 + limits.linger_s * 20
-    for key, i in zip(keys, range(5, 11), strict=True):
+    for key, i in zip(keys, range(5, 9), strict=True):
         assert finish(world, key) is None
         assert world.decode.tokens(key) == simulated_tokens(world.model, [i] * 12, 100)
 
