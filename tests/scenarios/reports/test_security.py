@@ -70,7 +70,7 @@ def offences(tree: ast.AST, module: str) -> list[str]:
 
 
 def test_nothing_turns_bytes_into_code() -> None:
-    """lmdeploy #4804, FastDeploy #8100, LightLLM #1413, sglang #24618, sglang #21435,
+    """D40, lmdeploy #4804, FastDeploy #8100, LightLLM #1413, sglang #24618, sglang #21435,
     CVE-2026-3059, CVE-2026-3060, CVE-2026-3989, CVE-2025-32444: no module of the product has
     a deserialiser that can run what it reads, for peers, leaders, workers or files."""
     found = [what for module in modules() for what in offences(module.tree, module.name)]
@@ -212,7 +212,7 @@ HOSTS = ["169.254.169.254", "10.0.0.9", "evil.example", "[fe80::1]", "127.0.0.1@
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_client_cannot_choose_whom_decode_asks(host: str) -> None:
-    """llm-d sidecar, cann-recipes bootstrap_host: a bootstrap address in a request's body is
+    """D41, llm-d sidecar, cann-recipes bootstrap_host: a bootstrap address in a request's body is
     one of the configured ones, or it is a 400 at decode and nobody is contacted."""
 
     async def play() -> None:

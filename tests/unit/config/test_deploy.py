@@ -93,7 +93,7 @@ def test_node_index_must_be_in_ips() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "*"])
 def test_a_wildcard_is_bound_and_never_advertised(address: str) -> None:
-    """vllm #27083: others connect to what is advertised."""
+    """R15, vllm #27083: others connect to what is advertised."""
     assert DisaggConfig(host="0.0.0.0", local_ip="10.0.0.1", ips=("10.0.0.1",)).local_ip
     with pytest.raises(ValueError, match=r"local_ip .*nobody can connect to: name this node's"):
         DisaggConfig(local_ip=address)
