@@ -133,6 +133,7 @@ class Shell:
         self._cancels: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
+        self._is_closed = False
 
     def open(
         self, path: str, fields: Mapping[str, msgspec.Raw], read: ClientFields
@@ -180,6 +181,7 @@ class Shell:
 
     async def aclose(self) -> None:
         """Stop timers and cancels that are under way."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in list(self._cancels):
@@ -304,7 +306,15 @@ class Shell:
         self._timer = call_later(self._timers, delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
+        """Completion beats expiry in the same tick (architecture, section 3): an answer whose
+        last bytes came in this turn of the loop reaches the core in the next one."""
         self._timer = None
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._expire)
+
+    def _expire(self) -> None:
+        if self._is_closed:
+            return
         self.core.handle_timeout(self._clock.monotonic())
         self._pump()
 

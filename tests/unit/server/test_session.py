@@ -120,6 +120,7 @@ def test_a_stream_is_handed_over_open_and_closed_by_the_deadline() -> None:
         decision = await session.decided
         assert decision.stream is exchange
         scene.timers.advance(1806)
+        await settle(5)
         assert session.stream_failure is not None
         with pytest.raises(Exception, match="closed by the reader"):
             await exchange.next_chunk()
@@ -127,6 +128,32 @@ def test_a_stream_is_handed_over_open_and_closed_by_the_deadline() -> None:
         await scene.shell.aclose()
 
     run(play())
+
+
+def test_an_answer_that_came_in_the_tick_of_the_deadline_is_the_answer() -> None:
+    """Completion beats expiry: the work was done, and a 504 would throw it away."""
+
+    async def check(kind: type[Shell]) -> None:
+        scene = Scene()
+        scene.shell = kind(
+            scene.core, scene.upstream, scene.clock, scene.timers, max_reply_bytes=1 << 20
+        )
+        session = await scene.open()
+        scene.upstream.reply("d0/generate", 200)
+        scene.timers.advance(1806)
+        decision = await session.decided
+        assert decision.reply is not None, "thrown away"
+        scene.shell.close(session)
+        await scene.shell.aclose()
+
+    class Mutant(Shell):
+        def _on_timer(self) -> None:
+            self._timer = None
+            self._expire()
+
+    run(check(Shell))
+    with pytest.raises(AssertionError, match="thrown away"):
+        run(check(Mutant))
 
 
 def test_leaving_before_the_answer_wakes_the_handler() -> None:
