@@ -22,6 +22,13 @@ def router_limits(config: RouterConfig) -> RouterLimits:
     )
 
 
+def reachable(host: str) -> str:
+    """Where a person on this machine reaches what binds ``host``: a wildcard is no address to
+    connect to, and an IPv6 literal needs brackets."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
 async def run_router(
     config: RouterConfig, stopping: asyncio.Event, report: Callable[[Report], None]
 ) -> int:
@@ -37,8 +44,7 @@ async def run_router(
         max_body_bytes=config.max_body_bytes,
     )
     server = AppServer(app, bind(config.host, config.port))
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "") else config.host
-    report(Bound(f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"))
+    report(Bound(f"{reachable(config.host)}:{server.port}"))
     try:
         await server.start()
         report(Ready())

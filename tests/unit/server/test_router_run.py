@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from pdcore.config import RouterConfig
 from pdcore.router.limits import OnPrefillLoss
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.process import Bound, Ready, Report
-from pdcore.server.router_run import router_limits, run_router
+from pdcore.server.router_run import reachable, router_limits, run_router
 
 
 def test_a_router_without_backends_listens_and_says_503() -> None:
@@ -55,3 +57,19 @@ def test_settings_of_a_router_reach_its_core() -> None:
     limits = router_limits(config)
     assert (limits.request_timeout_s, limits.max_in_flight) == (9.0, 7)
     assert (limits.on_prefill_loss, limits.max_attempts) == (OnPrefillLoss.FAIL, 5)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("2001:db8::7", "[2001:db8::7]"),
+        ("node-7", "node-7"),
+    ],
+)
+def test_the_address_it_reports_can_be_opened(host: str, shown: str) -> None:
+    """SGLang PR10389, 27608: with a wildcard bound, the address to use is another one."""
+    assert reachable(host) == shown
