@@ -266,7 +266,10 @@ class Dispatcher:
             return
         self.counters["deadline_exceeded"] += 1
         self._aborts.send(key, pending.to_rank, "deadline exceeded", unless_received=False)
-        detail = f"no result within {pending.request.remaining_s:g} s"
+        detail = (
+            f"no result within {pending.request.remaining_s:g} s: waiting for worker "
+            f"{pending.to_rank}, which {pending.progress}"
+        )
         self._finish(pending, _ended(pending, failure("deadline_exceeded", detail)))
 
     def _finish(self, pending: Pending, ended: Ended) -> None:

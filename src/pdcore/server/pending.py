@@ -80,6 +80,13 @@ class Pending:
     def has_ended(self) -> bool:
         return self._ended is not None
 
+    @property
+    def progress(self) -> str:
+        """What its worker has done for it, to follow "which"."""
+        if self.num_tokens:
+            return f"has sent {self.num_tokens} tokens"
+        return "has accepted it" if self._accepted else "has not answered"
+
     # --- the dispatcher's side -----------------------------------------------------------
 
     def accept(self) -> None:

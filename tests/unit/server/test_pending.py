@@ -68,3 +68,13 @@ def test_a_waiting_reader_is_woken_and_may_be_cancelled() -> None:
         assert "sent" not in repr(one)
 
     run(play())
+
+
+def test_what_its_worker_has_done_is_told() -> None:
+    """D23: a 504 says what was awaited."""
+    one = pending()
+    assert one.progress == "has not answered"
+    one.accept()
+    assert one.progress == "has accepted it"
+    one.add_tokens([1, 2], None)
+    assert one.progress == "has sent 2 tokens"
