@@ -58,10 +58,12 @@ class Rules:
     shape: Shape
     faults: frozenset[str]
     crashes: frozenset[str] = frozenset()
+    #: Words of the labels of the first moves: what happened before the world begins.
+    prologue: tuple[str, ...] = ()
     outlive: Outlive = Outlive.NO
-    #: Time passes: whoever waits for nobody ends by its deadline. Where False, nothing may
-    #: depend on that.
-    is_deadline_fair: bool = False
+    #: Places where time passes: who waits for nobody there ends by its deadline. Elsewhere
+    #: nothing may depend on that.
+    fair_deadlines: frozenset[str] = frozenset()
     #: A tick follows each event at once, as in a loop that is never late.
     is_tick_eager: bool = False
     #: The dispatches after the first are made by the router when it likes.
@@ -260,7 +262,7 @@ class Book:
         match offer.needs:
             case ("abort", _):
                 return True  # whether it does is asked when it is time
-            case ("deadline",) if self.rules.is_deadline_fair:
+            case ("deadline",) if place.name in self.rules.fair_deadlines:
                 return True
             case _:
                 return not offer.is_fault or self.allows(kind_of(offer.event), place)

@@ -38,6 +38,17 @@ _AGAIN: Final = Dispatch(RoomKey(1, 2), "prefill", replaces=1)
 _ELSEWHERE: Final = Dispatch(RoomKey(1, 2), "other", replaces=1)
 _STRANGER: Final = Dispatch(RoomKey(2, 2), "prefill")
 
+_BOTH_GRANTED: Final = (
+    "prefill0: request",
+    "prefill1: request",
+    "decode: request",
+    "the route",
+    "prefill0: gets Handshake",
+    "prefill1: gets Handshake",
+    "decode: gets Claim 1.1 lease 1 nonce prefill0",
+    "decode: gets Claim 1.1 lease 1 nonce prefill1",
+)
+
 
 def _watch() -> AbstractContextManager[None]:
     return watching(ROWS, (SENDER, Sender), (RECEIVER, Receiver))
@@ -58,7 +69,8 @@ def _pair(name: str, covers: str, rules: Rules, *catches: str) -> Configuration:
         "faults": " ".join(sorted(rules.faults)),
         "writes": rules.outlive.value,
         "ticks": "after every event" if rules.is_tick_eager else "at any time",
-        "deadline": "counts as time passing" if rules.is_deadline_fair else "is a fault",
+        "deadlines_counted_on": " ".join(sorted(rules.fair_deadlines)) or "none",
+        "begins": "after " + ", ".join(rules.prologue) if rules.prologue else "with nothing",
         "network": "any loss, duplication, reordering and delay",
     }
     return configuration(
@@ -86,7 +98,7 @@ _DEATHS: Final = tuple(
             _kinds("abort transfer"),
             crashes=_kinds("prefill0 decode"),
             outlive=outlive,
-            is_deadline_fair=True,
+            fair_deadlines=_kinds("prefill0 decode"),
             is_tick_eager=True,
         ),
         *catches,
@@ -139,13 +151,14 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     ),
     _pair(
         "two-ranks-death",
-        "two prefill ranks, one of which dies and starts again",
+        "two prefill ranks at work, one of which dies and starts again",
         Rules(
             Shape(_TWO, (_FIRST,)),
             _kinds(""),
+            prologue=_BOTH_GRANTED,
             crashes=_kinds("prefill0"),
             outlive=Outlive.REPORTED,
-            is_deadline_fair=True,
+            fair_deadlines=_kinds("decode"),
             is_tick_eager=True,
         ),
     ),
@@ -155,7 +168,7 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
             _kinds("abort forget@prefill0 evict@prefill0 unpark"),
-            is_deadline_fair=True,
+            fair_deadlines=_kinds("prefill0 decode"),
             duplicates=_kinds("prefill0"),
         ),
         "no-claim-tombstones",
@@ -167,7 +180,7 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
             _kinds("abort forget@decode evict@decode"),
-            is_deadline_fair=True,
+            fair_deadlines=_kinds("prefill0 decode"),
             is_tick_eager=True,
             duplicates=_kinds("decode"),
         ),

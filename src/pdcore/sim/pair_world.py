@@ -196,7 +196,10 @@ class PairWorld:
 
     def initial(self) -> State:
         born = [self.book.born(slot, 0).number for slot in range(self.count)]
-        return (*born, 0, 0, self.agenda.first())
+        state: State = (*born, 0, 0, self.agenda.first())
+        for words in self.rules.prologue:
+            state = next(move.state for move in self.moves(state) if words in move.label)
+        return state
 
     # --- moves --------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class PairWorld:
                     return
                 is_fault = not is_cancel
             case ("deadline",):
-                is_fault = not self.rules.is_deadline_fair
+                is_fault = self.book.places[slot].name not in self.rules.fair_deadlines
             case ("lives", bytes() as target):
                 if not self._lives(state, target):
                     return

@@ -19,7 +19,7 @@ RULES = Rules(
     frozenset({"abort", "transfer"}),
     crashes=frozenset({"prefill0"}),
     outlive=Outlive.UNREPORTED,
-    is_deadline_fair=True,
+    fair_deadlines=frozenset({"prefill0", "decode"}),
     is_tick_eager=True,
 )
 

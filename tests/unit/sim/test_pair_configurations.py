@@ -13,7 +13,13 @@ BY_NAME = {c.name: c for c in PAIR_CONFIGURATIONS}
 def test_every_configuration_tells_its_bounds_and_invariants() -> None:
     for config in PAIR_CONFIGURATIONS:
         assert config.invariants == INVARIANTS
-        assert {"faults", "writes", "ticks", "deadline", "network"} <= config.bounds.keys()
+        assert {
+            "faults",
+            "writes",
+            "ticks",
+            "deadlines_counted_on",
+            "network",
+        } <= config.bounds.keys()
         assert set(config.catches) <= MUTANTS.keys()
 
 

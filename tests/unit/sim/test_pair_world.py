@@ -26,7 +26,7 @@ def world(
                 frozenset(faults.split()),
                 crashes=frozenset(crashes.split()),
                 outlive=outlive,
-                is_deadline_fair=bool(crashes),
+                fair_deadlines=frozenset({"prefill0", "decode"} if crashes else ()),
                 is_tick_eager=True,
                 is_retry=again,
             )
