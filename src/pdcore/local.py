@@ -18,6 +18,7 @@ from pdcore.control.messages import (
     WorkerMessage,
 )
 from pdcore.fsm.events import TopologyFetched
+from pdcore.guard import Raised, attempt
 from pdcore.scheduler.route import route_of
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import GenerateRequest, RoomKey
@@ -27,11 +28,13 @@ class LocalPort:
     """``submit``, ``abort``, ``stop`` and ``put`` from any thread; ``on_message`` is called in
     the worker's thread: hand the message on (``queue.put``, ``loop.call_soon_threadsafe``),
     and never wait there. Without it what the worker says is dropped; it may be set until the
-    worker runs."""
+    worker runs. What it raises is logged and costs that one message, never the loop (D45)."""
 
     def __init__(self, on_message: Callable[[WorkerMessage], None] | None = None) -> None:
         self._inbox: deque[LeaderMessage] = deque()
         self.on_message: Callable[[WorkerMessage], None] = on_message or _drop
+        #: Messages that ``on_message`` raised for.
+        self.num_lost = 0
         #: Set by ``build_worker``: wakes the worker's loop (``Background.wake``).
         self.wake: Callable[[], None] = _nothing
 
@@ -65,7 +68,9 @@ class LocalPort:
         return taken
 
     def send(self, message: WorkerMessage) -> None:
-        self.on_message(message)
+        failed = "on_message failed, a message to the host is lost: %r"
+        if isinstance(attempt(lambda: self.on_message(message), failed, message), Raised):
+            self.num_lost += 1
 
 
 def local_route(setups: Sequence[CoreSetup]) -> Callable[[str], TopologyFetched]:
@@ -101,6 +106,7 @@ def submit_message(request: GenerateRequest) -> Submit:
         decode=request.decode,
         prefill_dp_rank=request.prefill_dp_rank,
         replaces=request.replaces,
+        is_local=request.is_local,
     )
 
 

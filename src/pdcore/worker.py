@@ -37,12 +37,20 @@ from pdcore.errors import CodecError, EngineError, InvalidRequest, Overloaded, R
 from pdcore.executor import Executor
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.events import Event, MessageReceived, RequestRefused, StepCompleted
+from pdcore.guard import Raised, attempt
 from pdcore.health import Watch
 from pdcore.scheduler.ledger import Rooms
 from pdcore.scheduler.outputs import check_output
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.transports.base import Transport
-from pdcore.types import Batch, Failure, GenerateRequest, PeerRef, RoomKey, SamplingParams
+from pdcore.types import (
+    Batch,
+    Failure,
+    GenerateRequest,
+    PeerRef,
+    RoomKey,
+    SamplingParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -253,18 +261,21 @@ class Worker:
 
     def _run_batch(self, batch: Batch) -> None:
         """Effects that the batch's scheduling caused go out first, results right after."""
-        try:
-            output = self.runner.execute_model(batch)
-            checked = check_output(batch, output, self.runner.vocab_size)
-            done = StepCompleted(batch.batch_id, checked)
-        except EngineError as error:
-            blamed = error.seq_ids.intersection(batch.seq_ids)
-            done = StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
-        except Exception as error:
-            # A user's runner may raise anything; its batch fails, the loop goes on (D45).
-            log.exception("the model runner failed on %r", batch)
-            why = failure("internal", f"the model runner raised {type(error).__name__}")
-            done = StepCompleted(batch.batch_id, None, why)
+
+        def run() -> StepCompleted:
+            try:
+                output = self.runner.execute_model(batch)
+                checked = check_output(batch, output, self.runner.vocab_size)
+            except EngineError as error:
+                blamed = error.seq_ids.intersection(batch.seq_ids)
+                return StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
+            return StepCompleted(batch.batch_id, checked)
+
+        # A user's runner may raise anything; its batch fails, the loop goes on (D45).
+        done = attempt(run, "the model runner failed on %r", batch)
+        if isinstance(done, Raised):
+            why = f"the model runner raised {type(done.error).__name__}"
+            done = StepCompleted(batch.batch_id, None, failure("internal", why))
         now = self.clock.monotonic()
         self.counters.steps += 1
         self.counters.batch_tokens += batch.num_tokens
@@ -275,7 +286,10 @@ class Worker:
 
     def health(self) -> WorkerHealth:
         """Counters, and why this rank is not ready (empty: it is)."""
-        return self.watch.health(self.core, self.problems(), self.clock.monotonic())
+        reasons = attempt(self.problems, "asking for problems failed")
+        if isinstance(reasons, Raised):
+            reasons = [f"asking for its problems raised {reasons}"]
+        return self.watch.health(self.core, reasons, self.clock.monotonic())
 
     def _report_health(self, now: float) -> None:
         if now >= self._next_health_s:
@@ -339,4 +353,5 @@ def read_submit(message: Submit, vocab_size: int) -> GenerateRequest:
         decode=message.decode,
         prefill_dp_rank=message.prefill_dp_rank,
         replaces=message.replaces,
+        is_local=message.is_local,
     )

@@ -117,3 +117,16 @@ def test_garbage_is_one_line_and_then_a_sum(caplog: pytest.LogCaptureFixture) ->
         "dropped 1000 control frames, the last one: the last",
     ]
     assert watch.counters.frames_garbage == 1001
+
+
+def test_d45_a_question_that_raises_is_a_problem_and_not_the_end() -> None:
+    """D45: whoever is asked for problems has one, then."""
+    world = make_world()
+
+    def broken() -> list[str]:
+        raise RuntimeError("closed")
+
+    world.decode.worker.problems = broken
+    pass_time(world, 2.0)
+    expected = "asking for its problems raised RuntimeError: closed"
+    assert reports(world.decode)[-1].problems == [expected]

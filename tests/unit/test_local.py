@@ -8,8 +8,10 @@ import pytest
 
 from pdcore.control.codec import unpack_token_ids
 from pdcore.control.messages import Abort, Accepted, LeaderMessage, Stop, Submit, WorkerMessage
+from pdcore.engine.simulated import simulated_tokens
 from pdcore.errors import CodecError
 from pdcore.local import LocalPort, local_route, submit_message
+from pdcore.testing.world import World, make_world
 from pdcore.types import GenerateRequest, RoomKey, SamplingParams
 from pdcore.worker import read_submit
 from tests.unit.scheduler.kit import PREFILL, make_setup
@@ -88,3 +90,29 @@ def test_a_local_route_answers_for_every_bootstrap_address() -> None:
     assert found.bootstrap == "anywhere:1"
     assert found.route is not None
     assert found.route.ranks["0,0,0"].incarnation == PREFILL.incarnation.hex()
+
+
+def check_a_callback_costs_one_message(world: World) -> None:
+    """The host's callback fails for one request's messages; another one is served beside it."""
+    bad = world.submit([5, 6, 7], sampling=SamplingParams(max_tokens=3))
+
+    def on_message(message: WorkerMessage) -> None:
+        if getattr(message, "key", None) == bad:
+            raise RuntimeError("the host's queue is closed")
+        world.decode.said.append(message)
+
+    world.decode.port.on_message = on_message
+    assert world.run_request([8, 9], SamplingParams(max_tokens=3)) == simulated_tokens(
+        world.model, [8, 9], 3
+    )
+    assert world.decode.port.num_lost > 0
+
+
+def test_d45_a_callback_that_raises_costs_its_message_and_not_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D45."""
+    check_a_callback_costs_one_message(make_world())
+    monkeypatch.setattr(LocalPort, "send", lambda self, message: self.on_message(message))
+    with pytest.raises(RuntimeError, match="queue is closed"):
+        check_a_callback_costs_one_message(make_world())

@@ -124,10 +124,11 @@ async def _watch_health(
 
     def check() -> None:
         nonlocal handle
+        # First of all: a callback that raises must not end the watching of the others.
+        handle = loop.call_later(_HEALTH_CHECK_S, check)
         for rank in dispatcher.workers.check(clock.monotonic()):
             if on_stuck is not None:
                 on_stuck(rank)
-        handle = loop.call_later(_HEALTH_CHECK_S, check)
 
     check()
     try:

@@ -13,6 +13,7 @@ Everything runs on one event loop, in the thread that also spawns (see
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for rank, slot in self._slots.items():
             slot.task = loop.create_task(self._keep_running(rank, slot), name=f"worker-{rank}")
+            slot.task.add_done_callback(functools.partial(self._on_unwatched, rank))
 
     def mark_ready(self, rank: int) -> None:
         """The worker serves: its next death is a first one again."""
@@ -122,6 +124,15 @@ class Supervisor:
         children = [slot.child for slot in self._slots.values() if slot.child is not None]
         await asyncio.gather(*(c.stop(self._config.stop_timeout_s) for c in children))
         await asyncio.wait(tasks)
+
+    def _on_unwatched(self, rank: int, task: asyncio.Task[None]) -> None:
+        """Nobody watches this worker any more. By a bug of ours, or of a callback: then the
+        instance must not go on as if somebody did (D45)."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.gave_up.done():
+            _log.error("watching worker %d failed", rank, exc_info=error)
+            why = f"worker {rank} cannot be watched: {type(error).__name__}: {error}"
+            self.gave_up.set_result(GaveUp(why, 1))
 
     async def _keep_running(self, rank: int, slot: _Slot) -> None:
         while True:

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -174,10 +174,12 @@ class Leader:
                 started.append(server)
                 await server.start()
             self.supervisor.run()
-            over = await self._until_over(stopping)
+            over = await self._until_over(stopping, started)
         finally:
             await self._drain()
-            await asyncio.gather(*(server.stop(LAST_ANSWERS_S) for server in started))
+            # What a server failed with has been said: the others must be closed all the same.
+            stops = (server.stop(LAST_ANSWERS_S) for server in started)
+            await asyncio.gather(*stops, return_exceptions=True)
             self._sockets.close()
         if over is None:
             return 0
@@ -219,21 +221,30 @@ class Leader:
             apps.insert(0, (bootstrap_app, self._sockets.bootstrap))
         return apps
 
-    async def _until_over(self, stopping: asyncio.Event) -> GaveUp | None:
+    async def _until_over(
+        self, stopping: asyncio.Event, servers: Sequence[AppServer]
+    ) -> GaveUp | None:
         """Why the instance ends by itself; None when it was told to stop."""
 
         async def told() -> GaveUp | None:
             await stopping.wait()
             return None
 
+        async def deaf(server: AppServer) -> GaveUp | None:
+            return GaveUp(await server.ended(), EXIT_FAILED)
+
         asked = asyncio.ensure_future(told())
-        gave_up: asyncio.Future[GaveUp | None] = asyncio.ensure_future(self._gave_up())
+        ends: list[asyncio.Future[GaveUp | None]] = [
+            asyncio.ensure_future(self._gave_up()),
+            *(asyncio.ensure_future(deaf(server)) for server in servers),
+        ]
         try:
-            done, _ = await asyncio.wait([asked, gave_up], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([asked, *ends], return_when=asyncio.FIRST_COMPLETED)
+            over = next((end.result() for end in ends if end.done()), None)
         finally:
-            asked.cancel()
-            gave_up.cancel()
-        return None if asked in done else gave_up.result()
+            for waiting in (asked, *ends):
+                waiting.cancel()
+        return None if asked.done() and not asked.cancelled() else over
 
     async def _gave_up(self) -> GaveUp | None:
         return await asyncio.shield(self.supervisor.gave_up)

@@ -8,6 +8,7 @@ wrong, or after ``max_restarts`` starts in a row that never served (D45).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -151,10 +152,19 @@ class Keeper:
             if self.is_restarting:
                 task = asyncio.get_running_loop().create_task(self._restart(member, spec))
                 self._restarts.add(task)
-                task.add_done_callback(self._restarts.discard)
+                task.add_done_callback(functools.partial(self._on_restarted, member))
                 return
             member.is_over = True
         self._on_change()
+
+    def _on_restarted(self, member: Member, task: asyncio.Task[None]) -> None:
+        self._restarts.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # By a bug of ours: it is over, and says so, instead of never coming back.
+            member.child.failure = f"cannot be started: {type(error).__name__}: {error}"
+            member.is_over = True
+            self._on_change()
 
     async def _restart(self, member: Member, spec: Spec) -> None:
         """Start it again at its former addresses, within bounds."""

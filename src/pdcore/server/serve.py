@@ -249,6 +249,16 @@ class AppServer:
             await self._task
             raise StartFailed(f"the server on port {self.port} ended while it started")
 
+    async def ended(self) -> str:
+        """Wait until it has ended although nobody told it to; says why. It serves nobody
+        then, and whoever runs it must not go on as if it did (D45)."""
+        if self._task is None:
+            raise RuntimeError("start() it first")
+        await asyncio.wait([self._task])
+        error = None if self._task.cancelled() else self._task.exception()
+        why = f": {error}" if error is not None else ""
+        return f"the HTTP server on port {self.port} has ended{why}"
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no new connection, let running requests finish for ``drain_s`` (at least 1 s),
         then cancel them; returns when the app's lifespan is over."""

@@ -107,6 +107,24 @@ def test_a_dead_worker_is_told_and_restarted() -> None:
     run(main)
 
 
+def test_d45_a_callback_that_raises_is_not_a_worker_that_nobody_watches() -> None:
+    """D45: the instance gives up aloud instead of never starting that worker again."""
+
+    async def main() -> None:
+        rig = Rig(["crash"])
+
+        def broken(rank: int, detail: str) -> None:
+            raise RuntimeError("a bug")
+
+        rig.supervisor._on_lost = broken
+        rig.supervisor.run()
+        over = await rig.supervisor.gave_up
+        assert over == ("worker 0 cannot be watched: RuntimeError: a bug", 1)
+        await rig.supervisor.stop(0)
+
+    run(main)
+
+
 def test_restarts_without_becoming_ready_are_bounded() -> None:
     """D33, D45: it gives up with the reason instead of looking healthy for ever."""
 

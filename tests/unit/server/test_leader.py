@@ -19,7 +19,8 @@ from pdcore.config_loader import load_instance
 from pdcore.errors import ConfigError
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.leader import Leader, Place
-from pdcore.server.process import EXIT_USAGE, Bound, Failed, Health, Ready, Report
+from pdcore.server.process import EXIT_FAILED, EXIT_USAGE, Bound, Failed, Health, Ready, Report
+from pdcore.server.serve import AppServer
 
 BOUND_S = 60.0
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
@@ -236,5 +237,29 @@ def test_what_is_not_served_is_refused_before_anything_starts(tmp_path: Path) ->
         config = attrs.evolve(CONFIG, model=ModelConfig(model_path="simulated", next_n=2))
         with pytest.raises(ConfigError, match=r"model_config\.next_n"):
             Leader(config, Place(tmp_path, tmp_path), lambda report: None)
+
+    run(main)
+
+
+def test_d45_a_leader_without_its_http_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D45: it would look alive to its parent and answer nobody."""
+
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        class Deaf(AppServer):
+            async def ended(self) -> str:
+                await gone.wait()
+                return "the HTTP server on port 1 has ended"
+
+        monkeypatch.setattr("pdcore.server.leader.AppServer", Deaf)
+        rig = Rig(CONFIG, tmp_path)
+        await rig.until(lambda: Ready() in rig.reports)
+        gone.set()
+        assert await rig.running == EXIT_FAILED
+        assert rig.reports[-1] == Failed("the HTTP server on port 1 has ended")
+        assert rig.leader.supervisor.pids() == {}
 
     run(main)

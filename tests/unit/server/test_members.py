@@ -199,3 +199,21 @@ def test_former_addresses_are_kept() -> None:
     decode = at_former_addresses(SPEC, Bound("[::1]:81"))
     assert isinstance(decode, LeaderSpec)
     assert decode.config.disagg.bootstrap_port == INSTANCE.disagg.bootstrap_port
+
+
+def test_d45_a_restart_that_fails_by_a_bug_is_the_end_and_says_so() -> None:
+    """D45: nobody waits for a member that no one starts any more."""
+
+    async def main() -> None:
+        keeper = Nursery()
+        keeper.add("prefill-0", "prefill", SPEC)
+        keeper.is_restarting = True
+        served(keeper)
+        child_of(keeper).say(Bound("no port"))
+        end(keeper, -9)
+        await keeper.until(lambda: keeper.ended() is not None)
+        ended = keeper.ended()
+        assert ended is not None
+        assert ended.startswith("prefill-0 ended: cannot be started: ValueError")
+
+    asyncio.run(main())

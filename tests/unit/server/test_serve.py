@@ -318,3 +318,19 @@ def test_an_answer_may_take_longer_than_a_head() -> None:
         await server.stop()
 
     run(play())
+
+
+def test_d45_a_server_that_ends_by_itself_says_so() -> None:
+    """D45: whoever runs it must not look alive without it."""
+
+    async def play() -> None:
+        server = AppServer(app_of("a", []), bind("127.0.0.1", 0))
+        with pytest.raises(RuntimeError, match="start"):
+            await server.ended()
+        await server.start()
+        ending = asyncio.ensure_future(server.ended())
+        server._server.should_exit = True
+        assert await ending == f"the HTTP server on port {server.port} has ended"
+        await server.stop()
+
+    run(play())
