@@ -159,7 +159,8 @@ class GenerateRequest:
     the budget for this hop's own monotonic timers (rule 8). ``prefill`` and ``decode``
     are instance ids (``host:port`` of the leaders) chosen by the router; a handshake
     from any other decode instance is rejected. ``bootstrap`` is ``host:port`` of the
-    chosen prefill instance's bootstrap server.
+    chosen prefill instance's bootstrap server. ``is_local``: decode computes the prompt
+    itself (local prefill), and no prefill instance has a part in it.
     """
 
     key: RoomKey
@@ -173,6 +174,7 @@ class GenerateRequest:
     decode: str = ""
     prefill_dp_rank: int = 0
     replaces: int | None = None
+    is_local: bool = False
 
 
 class Batch:

@@ -220,7 +220,8 @@ class SubmitSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class Submit(_Message, frozen=True, tag="submit"):
-    """Leader -> worker: one request. ``prompt`` is packed little-endian int32 ids."""
+    """Leader -> worker: one request. ``prompt`` is packed little-endian int32 ids;
+    ``is_local``: decode computes it itself."""
 
     key: RoomKey
     request_id: Text
@@ -233,6 +234,7 @@ class Submit(_Message, frozen=True, tag="submit"):
     decode: Text
     prefill_dp_rank: Count
     replaces: Id63 | None
+    is_local: bool = False
 
 
 class Abort(_Message, frozen=True, tag="abort"):

@@ -78,7 +78,7 @@ class DecodeCore:
         is refused with its one result."""
         self.rooms.check_new(request, now)
         reason = refusal(request, self.setup, self.blocks, new_tokens=1)
-        if reason is None and not request.bootstrap:
+        if reason is None and not request.bootstrap and not request.is_local:
             reason = failure("invalid_request", "bootstrap: the request names no prefill instance")
         if reason is not None:
             self.rooms.refuse(request, reason, now)
@@ -89,8 +89,11 @@ class DecodeCore:
         lease = LeaseId(self.setup.me.incarnation, next(self._ids))
         record = DecodeRecord(request, lease, next(self._ids), now, self.setup.quarantine_s)
         self.rooms.add(record)
-        self.rooms.arm_heartbeat(now)
         self.rooms.out.append(ReportAccepted(request.key))
+        if request.is_local:
+            self.running.prefill_here(record)
+            return
+        self.rooms.arm_heartbeat(now)
         self.prealloc.add(record, now)
 
     def abort(

@@ -57,6 +57,8 @@ class DecodeRecord(RoomRecord):
         self.receiver = Receiver(
             request.key, lease, len(prompt), hash_token_ids(prompt), quarantine_s
         )
+        if request.is_local:  # nothing to receive: that half is over before it begins
+            self.receiver.state = ReceiverState.DONE
         self.seq = Sequence(seq_id, request)
         self.slot: MetadataSlot | None = None
         #: Handshakes each prefill rank waits for (R58).

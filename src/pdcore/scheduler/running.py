@@ -42,7 +42,7 @@ class Running:
         )
         #: seq_id -> record of everything that runs or is to resume.
         self.records: dict[int, DecodeRecord] = {}
-        #: Retracted, waiting to be prefilled again; FIFO.
+        #: Retracted or local, waiting to be prefilled here; FIFO.
         self.resuming: OrderedDict[int, DecodeRecord] = OrderedDict()
         self._batch: Batch | None = None
         self._chunks: list[PrefillChunk] = []
@@ -84,6 +84,12 @@ class Running:
             self._end(record, seq.finish_reason, None, now)
         else:
             self.batcher.add(seq)
+
+    def prefill_here(self, record: DecodeRecord) -> None:
+        """Local prefill: the prompt is computed here, in the way and in the order of sequences
+        that were retracted. Nothing is received, so no lease and no peer has a part in it."""
+        self.records[record.seq_id] = record
+        self.resuming[record.seq_id] = record
 
     def stop(
         self, record: DecodeRecord, reason: FinishReason, why: Failure | None, now: float
