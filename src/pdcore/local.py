@@ -107,7 +107,6 @@ def submit_message(request: GenerateRequest) -> Submit:
         prefill_dp_rank=request.prefill_dp_rank,
         replaces=request.replaces,
         is_local=request.is_local,
-        is_local=request.is_local,
     )
 
 

@@ -354,5 +354,4 @@ def read_submit(message: Submit, vocab_size: int) -> GenerateRequest:
         prefill_dp_rank=message.prefill_dp_rank,
         replaces=message.replaces,
         is_local=message.is_local,
-        is_local=message.is_local,
     )
