@@ -64,6 +64,7 @@ RANK = Lifecycle(
         Row(S.STALE, "registered", S.REGISTERED, ("adopt",), "is_not_replaced"),
         Row(S.REGISTERED, "lease_expired", S.STALE, ("withdraw",)),
         *(Row(s, "deregistered", S.ABSENT, ("withdraw", "retire"), "is_holder") for s in _HELD),
+        Row(S.ABSENT, "deregistered", S.ABSENT, ("retire",), "is_forgotten"),
         Row(S.STALE, "retention_expired", S.ABSENT, ("forget",)),
     ),
     info={
@@ -91,7 +92,15 @@ RANK = Lifecycle(
 class Rank:
     """See the module's theory. ``place`` is the route key "dp,cp,tp" (R25)."""
 
-    __slots__ = ("ignored", "in_route", "place", "registration", "replaced", "state")
+    __slots__ = (
+        "forgotten",
+        "ignored",
+        "in_route",
+        "place",
+        "registration",
+        "replaced",
+        "state",
+    )
 
     registered: Event[RankRegistration]
     may_registered: Query[RankRegistration]
@@ -108,6 +117,8 @@ class Rank:
         #: Incarnation last announced in the route; "" when out of it.
         self.in_route = ""
         self.replaced: deque[str] = deque(maxlen=REPLACED_CAP)
+        #: Held the place last and was silent too long; "" when somebody holds it.
+        self.forgotten = ""
 
     def __repr__(self) -> str:
         holder = self.registration.incarnation[:8] if self.registration is not None else "-"
@@ -122,11 +133,16 @@ class Rank:
     def is_holder(self, payload: str) -> bool:
         return self.registration is not None and self.registration.incarnation == payload
 
+    def is_forgotten(self, payload: str) -> bool:
+        return self.forgotten != "" and self.forgotten == payload
+
     def adopt(self, payload: RankRegistration) -> Sequence[Effect]:
-        former = self.registration
-        if former is not None and former.incarnation != payload.incarnation:
-            self.replaced.append(former.incarnation)
-        self.registration = payload
+        """Whoever held the place before is replaced for good, also if it was forgotten since."""
+        held = self.registration
+        former = self.forgotten if held is None else held.incarnation
+        if former not in ("", payload.incarnation):
+            self.replaced.append(former)
+        self.registration, self.forgotten = payload, ""
         announced, self.in_route = self.in_route, payload.incarnation
         return (RouteChanged(self.place, announced, payload.incarnation),)
 
@@ -137,9 +153,12 @@ class Rank:
     def retire(self, payload: str) -> Sequence[Effect]:
         """A goodbye is final: a registration of that life that was still under way is late."""
         self.replaced.append(payload)
-        return self.forget(payload)
+        self.registration, self.forgotten = None, ""
+        return ()
 
     def forget(self, payload: object) -> Sequence[Effect]:
-        """Silent too long. Should that process life still register, it is welcome."""
+        """Silent too long. Should that process life still register, it is welcome, unless it
+        says goodbye or another one takes the place before."""
+        self.forgotten = "" if self.registration is None else self.registration.incarnation
         self.registration = None
         return ()

@@ -121,3 +121,27 @@ def test_d32_mutant_last_packet_wins_is_found() -> None:
 
     with pytest.raises(AssertionError):
         check_an_old_packet_does_not_undo_a_restart(LastPacketWins(PLACE))
+
+
+def test_who_was_forgotten_and_then_replaced_never_comes_back() -> None:
+    """D32, found by the rank world: a life that was silent beyond its retention was no longer
+    known as replaced when its successor came, and an old registration threw that one out."""
+    rank = Rank(PLACE)
+    rank.registered(registration(OLD))
+    rank.lease_expired()
+    rank.retention_expired()
+    rank.registered(registration(NEW))
+    assert rank.registered(registration(OLD)) is None
+    assert rank.in_route == NEW
+
+
+def test_a_goodbye_is_final_also_after_the_retention() -> None:
+    """Found by the rank world: forgotten, goodbye, and then a registration that was late."""
+    rank = Rank(PLACE)
+    rank.registered(registration(OLD))
+    rank.lease_expired()
+    rank.retention_expired()
+    assert rank.deregistered(NEW) is None
+    assert rank.deregistered(OLD) == ()
+    assert rank.registered(registration(OLD)) is None
+    assert rank.state is S.ABSENT
