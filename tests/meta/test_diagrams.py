@@ -9,7 +9,7 @@ LIFECYCLE = ROOT / "docs" / "lifecycle.md"
 
 
 def test_the_lifecycle_page_is_fresh() -> None:
-    """Regenerate it with `pdcore diagram > docs/lifecycle.md`."""
+    """Regenerate it with `pdcore diagram --page > docs/lifecycle.md`."""
     assert LIFECYCLE.read_text(encoding="utf-8") == diagram.render(), (
-        "docs/lifecycle.md is stale: pdcore diagram > docs/lifecycle.md"
+        "docs/lifecycle.md is stale: pdcore diagram --page > docs/lifecycle.md"
     )

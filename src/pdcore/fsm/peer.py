@@ -7,8 +7,9 @@ Theory
   Healthy   something was heard less than ``heartbeat_misses`` intervals ago;
   Suspect   several heartbeats in a row went unanswered. Reversible: a stopped process, a
             full link and a dead host look the same from here, and a one-sided write of a
-            Suspect peer may still land. So Suspect stops new work (no new grants, no new
-            claims, no cached topology), and frees nothing;
+            Suspect peer may still land. So Suspect stops new work (no handshake, no cached
+            topology, and who only waits for this peer fails while another pair may serve
+            it), and frees nothing;
   Dead      proved: the operating system, the transport or a STALE answer of its successor
             says that this process life is over. Terminal; a peer that comes back has
             another incarnation and is another entity.
@@ -20,10 +21,13 @@ draining may be cut off too (architecture, section 3, rule 3).
 
 Who moves it: the core, for every frame of that incarnation (``message_received``), for
 every heartbeat interval without one (``heartbeat_missed``), and for what the shell and
-STALE answers prove (``death_proved``, ``peer_fenced``).
+STALE answers prove (``death_proved``, ``peer_fenced``). A Suspect is recovered by its first
+word at once: work may come with it.
 
 Not modelled here: time (the core owns the interval), the requests that hang on the peer
-(they take ``PeerDied`` as their own event), reconnecting.
+(they take ``PeerDied`` as their own event), reconnecting, transfers that fail although the
+peer speaks (the half-open breaker of :mod:`pdcore.scheduler.breaker`: it judges work, not
+life).
 """
 
 from __future__ import annotations

@@ -426,3 +426,51 @@ def test_d25_the_seeds_rule_is_caught_in_a_world(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Breakers, "heard", Breakers.succeeded)
     with pytest.raises(AssertionError):
         check_a_broken_pair_is_left_alone(make_world(stepped=True, num_blocks=60))
+
+
+def stuck_with_much(share: float) -> World:
+    """Prefill is stopped in the middle of a write of 16 of decode's 39 blocks, the client has
+    left, and the time to drain is over."""
+    limits = CoreLimits(
+        drain_timeout_s=1.0, quarantine_share=share, heartbeat_misses=1000, prefill_chunk_tokens=8
+    )
+    world = make_world(stepped=True, num_blocks=40, limits=limits)
+    key = until_posted(world)
+    stopped = world.prefill.worker
+    world.ranks["prefill"] = world.prefill
+    vars(stopped)["step"] = lambda max_wait_s: False
+    world.abort(key)
+    world.run(lambda: bool(world.decode.worker.core.rooms.stuck_on()))
+    assert world.decode.worker.core.rooms.stuck_on() == {"prefill rank 0": 1}
+    return world
+
+
+def check_a_stuck_peer_gets_no_more_blocks(world: World) -> None:
+    before = world.decode.worker.core.blocks.ledger()["full"]
+    key = world.submit(PROMPT, sampling=FIVE, to=("decode",), timeout_s=5.0)
+    world.run(lambda: world.decode.result(key) is not None)
+    assert code(world, key) == "unavailable"
+    assert why(world, key) == (
+        "prefill rank 0: it does not acknowledge earlier transfers and keeps too many blocks out"
+    )
+    assert world.decode.worker.core.blocks.ledger()["full"] == before, "not even a handshake"
+
+
+def test_rule_6_past_its_share_a_stuck_peer_gets_no_more_handshakes() -> None:
+    """Rule 6: each one would pin more of the pool for a peer that does not give it back."""
+    check_a_stuck_peer_gets_no_more_blocks(stuck_with_much(0.4))
+
+
+def test_rule_6_below_its_share_it_still_gets_work() -> None:
+    """The mutant of the bound: with a larger share the same world hands out more blocks."""
+    with pytest.raises(AssertionError):
+        check_a_stuck_peer_gets_no_more_blocks(stuck_with_much(0.5))
+
+
+def test_rule_6_when_it_has_acknowledged_everything_goes_on() -> None:
+    world = stuck_with_much(0.4)
+    del vars(world.prefill.worker)["step"]
+    world.run(lambda: drained(world))
+    assert world.decode.worker.core.rooms.stuck_on() == {}
+    check_next_request_works(world)
+    check_all_back(world)
