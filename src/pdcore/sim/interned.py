@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.table import Lifecycle
-from pdcore.sim.firing import Stateful, fire
+from pdcore.sim.firing import ROWS, RowLog, Stateful, fire
 
 E = TypeVar("E", bound=Stateful)
 
@@ -98,3 +98,44 @@ class Interned(Generic[E]):
             return Stepped(0, fired.effects, fired.row or "")
 
         return self.change(number, name, feed)
+
+
+C = TypeVar("C")
+
+
+class Changed(NamedTuple):
+    """``note`` is what the change said, ``rows`` what watched entities inside it took."""
+
+    number: int
+    note: str
+    rows: tuple[str, ...]
+
+
+class Cores(Generic[C]):
+    """As :class:`Interned`, for a production object that holds entities: open
+    :func:`pdcore.sim.firing.watching` around it, so that ``log`` hears of their rows."""
+
+    def __init__(self, start: C, key: Callable[[C], Hashable], log: RowLog = ROWS) -> None:
+        self._key = key
+        self._log = log
+        self._cores = [start]
+        self._numbers: dict[Hashable, int] = {key(start): 0}
+        self._steps: dict[tuple[int, Hashable], Changed] = {}
+
+    def core(self, number: int) -> C:
+        """To be looked at, never to be changed. 0 is the first one."""
+        return self._cores[number]
+
+    def step(self, number: int, name: Hashable, change: Callable[[C], str]) -> Changed:
+        """Change a clone; one (number, name) is done once."""
+        known = self._steps.get((number, name))
+        if known is None:
+            core = copy.deepcopy(self._cores[number])
+            self._log.clear()
+            note = change(core)
+            after = self._numbers.setdefault(self._key(core), len(self._cores))
+            if after == len(self._cores):
+                self._cores.append(core)
+            known = Changed(after, note, self._log.taken())
+            self._steps[number, name] = known
+        return known

@@ -8,6 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from pdcore.sim.configurations import Configuration
+from pdcore.sim.other_configurations import OTHER_CONFIGURATIONS
 from pdcore.sim.pair_configurations import PAIR_CONFIGURATIONS
 
-CONFIGURATIONS: Final[tuple[Configuration, ...]] = (*PAIR_CONFIGURATIONS,)
+CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
+    *PAIR_CONFIGURATIONS,
+    *OTHER_CONFIGURATIONS,
+)

@@ -339,13 +339,18 @@ _MUTANTS: Final = (
             (Receiver, "unanswered", _never_resend),
         ),
     ),
-    Mutant(
-        "min-over-states",
-        "section 9: a group reduces lifecycle states instead of votes",
-    ),
-    Mutant(
-        "no-release-vote",
-        "section 9: a group leaves Draining without asking whether every rank is quiet",
+    *(
+        Mutant(name, undoes)
+        for name, undoes in (
+            ("min-over-states", "section 9: a group reduces lifecycle states, not votes"),
+            ("no-release-vote", "section 9: Draining is left without asking every rank"),
+            ("unknown-is-failure", "section 10: a broken connection to prefill fails it"),
+            ("any-attempt", "section 10: outcomes of a replaced attempt count"),
+            ("no-retry-cancels", "section 10: a lost attempt is not cancelled"),
+            ("silence-kills", "section 3: a silent peer is declared dead (D3)"),
+            ("ready-too-early", "one ready worker makes an instance ready (D33)"),
+            ("lost-in-silence", "a dead worker's requests are not failed (D45)"),
+        )
     ),
 )
 

@@ -92,6 +92,10 @@ class Attempt(NamedTuple):
         return self.tells(CANCEL_UNLESS if unless_received else CANCEL_DECODE)
 
 
+#: Decode computes the prompt itself: there is no prefill leg, and its KV does not travel.
+LOCAL: Final = Attempt(prefill="N", prefill_http="f", sent=KV)
+
+
 class LegMove(NamedTuple):
     label: str
     is_fault: bool

@@ -29,7 +29,8 @@ from pdcore.router.events import (
     InstanceEvicted,
     RouterEvent,
 )
-from pdcore.router.fleet import Fleet, Health, Report
+from pdcore.router.fleet import Fleet, Health, Member, Report
+from pdcore.router.limits import OnPrefillLoss
 from pdcore.router.live import Live
 from pdcore.router.outbox import CancelKey, SendCancel
 from pdcore.router.policies import ClientFields, parse_targets
@@ -126,7 +127,8 @@ class Outcome(NamedTuple):
 
     core: int
     rows: tuple[str, ...]
-    dispatched: tuple[int, ...] = ()
+    #: (attempt, decode computes the prompt itself).
+    dispatched: tuple[tuple[int, bool], ...] = ()
     dropped: tuple[int, ...] = ()
     cancels: tuple[tuple[int, Leg, bool], ...] = ()
     #: Failed or not, of each response that was taken, and whose: (failed, passed on).
@@ -138,9 +140,17 @@ class Outcome(NamedTuple):
 class RouterSteps:
     """Numbered cores. ``max_attempts`` bounds the attempts of the one request."""
 
-    def __init__(self, max_attempts: int, routed_type: type[TracedRouted] = TracedRouted) -> None:
+    def __init__(
+        self,
+        max_attempts: int,
+        routed_type: type[TracedRouted] = TracedRouted,
+        on_prefill_loss: OnPrefillLoss = OnPrefillLoss.RETRY,
+    ) -> None:
         limits = RouterLimits(
-            request_timeout_s=TIMEOUT_S, grace_s=GRACE_S, max_attempts=max_attempts
+            request_timeout_s=TIMEOUT_S,
+            grace_s=GRACE_S,
+            max_attempts=max_attempts,
+            on_prefill_loss=on_prefill_loss,
         )
         prefills, decodes = parse_targets(["p0:1", "p1:1"], ["d0:1", "d1:1"], [2])
         fleet = Fleet(prefills, decodes)
@@ -233,7 +243,7 @@ class RouterSteps:
         sent = [e for e in effects if isinstance(e, Dispatch)]
         pairs = {
             **pairs,
-            **{e.attempt: (e.prefill.target.netloc, e.decode.target.netloc) for e in sent},
+            **{e.attempt: (_netloc(e.prefill), _netloc(e.decode)) for e in sent},
         }
         key = (freeze(core), freeze(pairs))
         number = self._numbers.setdefault(key, len(self._cores))
@@ -243,7 +253,7 @@ class RouterSteps:
         return Outcome(
             number,
             rows,
-            dispatched=tuple(e.attempt for e in sent),
+            dispatched=tuple((e.attempt, e.prefill is None) for e in sent),
             dropped=tuple(e.attempt for e in effects if isinstance(e, DropLegs)),
             cancels=tuple(
                 (e.key.attempt, e.key.leg, e.unless_received)
@@ -253,6 +263,10 @@ class RouterSteps:
             answers=tuple((e.failure is not None, e.leg) for e in effects if isinstance(e, Answer)),
             ends=tuple(e.failure is not None for e in effects if isinstance(e, EndStream)),
         )
+
+
+def _netloc(member: Member | None) -> str:
+    return "" if member is None else member.target.netloc
 
 
 def _request(core: RouterCore) -> Live | None:

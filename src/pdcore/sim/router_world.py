@@ -33,6 +33,7 @@ from pdcore.router.events import (
     StreamBegan,
     StreamEnded,
 )
+from pdcore.router.limits import OnPrefillLoss
 from pdcore.sim.explore import Move
 from pdcore.sim.router_legs import (
     ANSWERS,
@@ -41,6 +42,7 @@ from pdcore.sim.router_legs import (
     CANCEL_UNLESS,
     LIVE_DECODE,
     LIVE_PREFILL,
+    LOCAL,
     Attempt,
     LegMove,
     known_cancels,
@@ -80,18 +82,19 @@ class RouterWorld:
         max_faults: int = 0,
         faults: frozenset[str] | None = None,
         routed_type: type[TracedRouted] = TracedRouted,
+        on_prefill_loss: OnPrefillLoss = OnPrefillLoss.RETRY,
     ) -> None:
         """``faults``: only these (labels without the attempt); None: every one there is."""
         self.is_lossy = is_lossy
         self.is_full = max_faults == 0
         self.max_faults = max_faults
         self.faults = faults
-        self.steps = RouterSteps(max_attempts, routed_type)
+        self.steps = RouterSteps(max_attempts, routed_type, on_prefill_loss)
         self._legs: dict[tuple[Attempt, int], tuple[LegMove, ...]] = {}
 
     def initial(self) -> RouterState:
         start = self.steps.start
-        assert start.dispatched == (1,)
+        assert start.dispatched == ((1, False),)
         return RouterState(start.core, 0, "w", 0, (Attempt(),), self.max_faults)
 
     def moves(self, state: RouterState) -> Iterable[Move[RouterState]]:
@@ -268,10 +271,10 @@ class RouterWorld:
             attempts[number - 1] = settled(attempts[number - 1].dropped())
         for number, leg, unless in done.cancels:
             attempts[number - 1] = attempts[number - 1].cancelled(leg, unless_received=unless)
-        for number in done.dispatched:
+        for number, is_local in done.dispatched:
             if number != len(attempts) + 1:
                 wrong = wrong or f"attempt {number} is not fresh"
-            attempts.append(Attempt())
+            attempts.append(LOCAL if is_local else Attempt())
         for failed, whose in done.answers:
             client = client or ("e" if failed else "s" if whose is None else "o")
         for failed in done.ends:

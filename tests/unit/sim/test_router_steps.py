@@ -16,7 +16,7 @@ def steps() -> RouterSteps:
 
 
 def test_the_request_is_dispatched_at_once(steps: RouterSteps) -> None:
-    assert steps.start.dispatched == (1,)
+    assert steps.start.dispatched == ((1, False),)
     assert steps.start.rows == ("routed request: row Received --dispatched--> Dispatched",)
     assert steps.state(steps.start.core) is RoutedState.DISPATCHED
     assert sorted(steps.loads(steps.start.core)) == [0, 0, 1, 1]
@@ -34,7 +34,7 @@ def test_a_stream_is_one_answer_and_one_end(steps: RouterSteps) -> None:
 def test_a_lost_attempt_is_cancelled_and_replaced_elsewhere(steps: RouterSteps) -> None:
     """D47b: the second attempt goes to another instance, the first is cancelled beside it."""
     lost = steps.step(steps.start.core, LegLost(1, 1, Leg.DECODE, False, "refused"), 0.0)
-    assert lost.dispatched == (2,)
+    assert lost.dispatched == ((2, False),)
     assert lost.cancels == ((1, Leg.PREFILL, False),)
     first, second = steps.places(lost.core)
     assert first[1] != second[1]

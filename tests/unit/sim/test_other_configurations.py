@@ -1,0 +1,54 @@
+"""The worlds beside the pairs, as the list has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcore.fsm.table import Lifecycle
+from pdcore.sim.configurations import Configuration
+from pdcore.sim.firing import ROW_IDS, TABLES
+from pdcore.sim.group_world import GROUP_MUTANTS
+from pdcore.sim.other_configurations import OTHER_CONFIGURATIONS
+from pdcore.sim.router_world import ROUTER_MUTANTS
+
+SMALL = [
+    config
+    for config in OTHER_CONFIGURATIONS
+    if config.name in ("routed-alone", "peer-alone", "peer", "rank", "instance")
+]
+
+
+@pytest.mark.parametrize("config", SMALL, ids=lambda config: config.name)
+def test_small_worlds_are_walked_to_their_ends(config: Configuration) -> None:
+    found = config.run()
+    assert found.violations == ()
+    assert found.exhausted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [config for config in OTHER_CONFIGURATIONS if config not in SMALL],
+    ids=lambda config: config.name,
+)
+def test_large_worlds_begin_soundly(config: Configuration) -> None:
+    """``pdcore verify lifecycles`` walks them to their ends."""
+    assert config.run(max_states=500).violations == ()
+
+
+@pytest.mark.parametrize("name", ["peer", "rank registration", "instance", "routed request"])
+def test_every_row_of_a_small_table_is_taken(name: str) -> None:
+    """A row that somebody adds and no world takes fails here."""
+    taken = {row for config in SMALL for row in config.run().rows}
+    table: Lifecycle = TABLES[name]
+    assert set(ROW_IDS[table.name]) <= taken
+
+
+def test_every_variant_has_a_world_that_catches_it() -> None:
+    caught = {name for config in OTHER_CONFIGURATIONS for name in config.catches}
+    assert GROUP_MUTANTS.keys() | ROUTER_MUTANTS.keys() <= caught
+
+
+@pytest.mark.parametrize("config", SMALL, ids=lambda config: config.name)
+def test_what_a_small_world_says_it_catches_it_catches(config: Configuration) -> None:
+    for mutant in config.catches:
+        assert config.run(mutant).violations, mutant
