@@ -106,6 +106,11 @@ class CoreLimits:
         high=1.0,
     )
 
+    @property
+    def silence_s(self) -> float:
+        """Who says nothing for so long is silent; before, nobody can be called that."""
+        return self.heartbeat_interval_s * self.heartbeat_misses
+
     def __attrs_post_init__(self) -> None:
         if self.resend_max_s < self.resend_initial_s:
             raise ValueError(

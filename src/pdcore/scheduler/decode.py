@@ -158,7 +158,7 @@ class DecodeCore:
                 if receiver.state is S.DONE:
                     self.running.stop(record, finish_reason_of(late), late, now)
                 else:
-                    for peer in record.unheard():
+                    for peer in record.failing(now, self.setup.limits.silence_s):
                         self.rooms.peer_failed(peer, "a handshake went unanswered", now)
                     self.rooms.emit(record, receiver.deadline_expired(late), now)
             elif kind == "resend":

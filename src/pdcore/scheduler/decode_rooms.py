@@ -47,7 +47,7 @@ MAX_AGE_S: Final = 1.0
 class DecodeRecord(RoomRecord):
     """One (room, attempt) on this decode rank (R68)."""
 
-    __slots__ = ("aged_s", "num_required", "receiver", "seq", "slot")
+    __slots__ = ("aged_s", "num_required", "queued_at", "receiver", "seq", "slot")
 
     def __init__(
         self, request: GenerateRequest, lease: LeaseId, seq_id: int, now: float, quarantine_s: float
@@ -63,6 +63,8 @@ class DecodeRecord(RoomRecord):
         self.slot: MetadataSlot | None = None
         #: Handshakes each prefill rank waits for (R58).
         self.num_required = 1
+        #: Prefill ranks that have said that the handshake waits for its request there.
+        self.queued_at: set[int] = set()
         #: When the quarantine was last counted down; None before it runs.
         self.aged_s: float | None = None
 
@@ -103,6 +105,14 @@ class DecodeRecord(RoomRecord):
         if self.receiver.state is not ReceiverState.TRANSFERRING:
             return []
         return [t.peer for t in self.receiver.targets.values() if not t.answered]
+
+    def failing(self, now: float, silence_s: float) -> list[PeerRef]:
+        """At its deadline: who had a fair time to answer a handshake and said nothing at all.
+        A client's short deadline is no fault of a peer, and Queued is an answer (D25)."""
+        admitted = self.timeline.get("admitted")
+        if admitted is None or now - self.accepted_s - admitted < silence_s:
+            return []
+        return [peer for peer in self.unheard() if peer.rank not in self.queued_at]
 
     def __repr__(self) -> str:
         return f"DecodeRecord({self.receiver!r}, {self.seq!r})"
@@ -284,6 +294,8 @@ class DecodeInbox:
                 for stage, seconds in message.timings.items():
                     record.timeline.setdefault(f"prefill_{stage}", seconds)
                 record.mark("received", now)
+            if message.kind is StatusKind.QUEUED:
+                record.queued_at.add(payload.peer.rank)
             had_failed = record.receiver.failure is not None
             self.rooms.emit(record, record.receiver.status_received(payload), now)
             why = record.receiver.failure

@@ -152,7 +152,7 @@ class PrefillCore:
                 continue
             sender = record.sender
             if kind == "deadline":
-                for peer in record.unheard():
+                for peer in record.failing(now, self.setup.limits.silence_s):
                     self.rooms.peer_failed(peer, "a claim went unanswered", now)
                 late = record.overdue(now)
                 self.rooms.emit(record, sender.deadline_expired(late), now)
@@ -273,6 +273,7 @@ class PrefillCore:
         after = sender.state
         if after is S.WAITING_FOR_INPUT and before is S.BOOTSTRAPPING:
             self.waiting[key] = record
+            record.claimed_s = now
         if after in (S.DRAINING, S.FAILED) and before is not after:
             self.waiting.pop(key, None)
             self.rooms.report(record, finish_reason_of(sender.failure), sender.failure, now)

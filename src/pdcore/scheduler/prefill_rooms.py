@@ -55,13 +55,15 @@ MAX_PARKED_LEGS: Final = 64
 class PrefillRecord(RoomRecord):
     """One (room, attempt) on this prefill rank."""
 
-    __slots__ = ("ids_hash", "sender", "seq")
+    __slots__ = ("claimed_s", "ids_hash", "sender", "seq")
 
     def __init__(self, request: GenerateRequest, sender: Sender, seq_id: int, now: float) -> None:
         super().__init__(request, now)
         self.sender = sender
         self.seq = Sequence(seq_id, request)
         self.ids_hash = hash_token_ids(request.prompt_token_ids)
+        #: When its claims went out.
+        self.claimed_s = now
 
     @property
     def entity(self) -> Sender:
@@ -98,6 +100,11 @@ class PrefillRecord(RoomRecord):
         if self.sender.state is not SenderState.WAITING_FOR_INPUT:
             return []
         return [leg.peer for leg in self.sender.legs.values() if not leg.granted]
+
+    def failing(self, now: float, silence_s: float) -> list[PeerRef]:
+        """At its deadline: who had a fair time to answer a claim. A client's short deadline is
+        no fault of a peer (D25)."""
+        return self.unheard() if now - self.claimed_s >= silence_s else []
 
     def __repr__(self) -> str:
         return f"PrefillRecord({self.sender!r}, {self.seq!r})"
