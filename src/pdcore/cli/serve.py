@@ -67,7 +67,7 @@ class NodeFlags:
     """Router: leaders of prefill instances, host:port, separated by commas."""
     decode_addrs: Words = ()
     """Router: leaders of decode instances, host:port, separated by commas."""
-    on_prefill_loss: Literal["fail", "retry"] | None = None
+    on_prefill_loss: Literal["fail", "retry", "local-prefill"] | None = None
     """Router: when a prefill that had accepted is lost; default retry, on another one."""
     max_attempts: int | None = None
     """Router: attempts of one request, the first one counted; default 3."""

@@ -176,9 +176,9 @@ class RouterConfig:
     )
     on_prefill_loss: str = choice(
         "retry",
-        ("fail", "retry"),
-        "a prefill that had accepted is lost before the first token: answer the failure, or make "
-        "another attempt on another prefill instance",
+        ("fail", "retry", "local-prefill"),
+        "a prefill that had accepted is lost before the first token: answer the failure, make "
+        "another attempt on another prefill instance, or let decode compute the prompt itself",
     )
     max_attempts: int = bounded(
         3,

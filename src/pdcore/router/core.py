@@ -47,12 +47,13 @@ from pdcore.router.events import (
     StreamBegan,
     StreamEnded,
 )
-from pdcore.router.fleet import Fleet, Member
+from pdcore.router.fleet import Fleet
 from pdcore.router.limits import RouterLimits
 from pdcore.router.live import Budget, Fallback, Live, dispatch, late
 from pdcore.router.outbox import Outbox
 from pdcore.router.policies import ClientFields, Rng, choose_dp_rank, new_id
 from pdcore.router.retry import (
+    Pair,
     choose,
     fallback_of,
     loss_of,
@@ -239,13 +240,14 @@ class RouterCore:
         live.take((None, None))
         live.since_s = now_s
         live.recovery.lose_attempt(plan.blamed, why, now_s + plan.delay_s)
+        live.recovery.is_local = plan.pair[0] is None
         if plan.delay_s:
             self._alarms.add(live.recovery.retry_at_s, live.ticket)
         else:
             self._redispatch(live, plan.pair, now_s)
         return True
 
-    def _redispatch(self, live: Live, pair: tuple[Member, Member] | None, now_s: float) -> None:
+    def _redispatch(self, live: Live, pair: Pair | None, now_s: float) -> None:
         """The end of a back-off: the next attempt, or the answer to what was lost."""
         routed, fallback = live.routed, live.recovery.fallback
         assert fallback is not None

@@ -87,11 +87,12 @@ RouterEvent = (
 
 
 class Dispatch(NamedTuple):
-    """POST the request to both legs at once (R32). ``added`` goes over the client's fields."""
+    """POST the request to both legs at once (R32). ``added`` goes over the client's fields.
+    ``prefill`` None: local prefill, there is only decode's leg."""
 
     ticket: int
     attempt: int
-    prefill: Member
+    prefill: Member | None
     decode: Member
     remaining_s: float
     added: dict[str, object]

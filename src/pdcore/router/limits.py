@@ -11,10 +11,12 @@ from pdcore.router.policies import ClientFields
 
 class OnPrefillLoss(enum.Enum):
     """What follows when a prefill that had accepted a request is lost before the first token:
-    the failure is the client's answer, or another attempt goes to another prefill instance."""
+    the failure is the client's answer, or another attempt is made, on another prefill instance
+    or by a decode instance that computes the prompt itself (local prefill)."""
 
     FAIL = "fail"
     RETRY = "retry"
+    LOCAL_PREFILL = "local-prefill"
 
 
 @attrs.frozen

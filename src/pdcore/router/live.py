@@ -38,12 +38,14 @@ class Budget(NamedTuple):
 class Recovery:
     """What a request remembers of its lost attempts."""
 
-    __slots__ = ("avoided", "blamed", "evicted", "fallback", "retry_at_s")
+    __slots__ = ("avoided", "blamed", "evicted", "fallback", "is_local", "retry_at_s")
 
     def __init__(self) -> None:
         #: Instances that lost an attempt, and those of them that lost the last one.
         self.avoided: list[Member] = []
         self.blamed: list[Member] = []
+        #: The attempt after the back-off is one with local prefill.
+        self.is_local = False
         #: The end of the back-off, in Retrying.
         self.retry_at_s = 0.0
         #: What the client gets if the next attempt cannot be made.
@@ -142,20 +144,23 @@ def late(live: Live, now_s: float) -> Failure:
 
 
 def dispatch(live: Live, legs: DispatchLegs, now_s: float) -> Dispatch:
+    """What the legs of an attempt get. Without a prefill decode computes the prompt itself."""
     prefill, decode = live.prefill, live.decode
-    assert prefill is not None
     assert decode is not None
     remaining_s = live.budget.deadline_s - now_s
     added: dict[str, object] = {
         "bootstrap_room": live.room,
         "attempt": legs.attempt,
-        "bootstrap_host": prefill.target.host,
-        "bootstrap_port": prefill.bootstrap_port,
-        "prefill_instance": prefill.instance,
+        "bootstrap_host": prefill and prefill.target.host,
+        "bootstrap_port": prefill and prefill.bootstrap_port,
+        "prefill_instance": prefill and prefill.instance,
         "decode_instance": decode.instance,
         "expires_at_s": live.budget.expires_at_s,
         "remaining_s": remaining_s,
-        "disagg_prefill_dp_rank": choose_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
+        "disagg_prefill_dp_rank": prefill
+        and choose_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
         "replaces": live.replaces or None,
     }
+    if prefill is None:
+        added["local_prefill"] = True
     return Dispatch(live.ticket, legs.attempt, prefill, decode, remaining_s, added)

@@ -120,6 +120,7 @@ ROUTER_ONLY: Final = (
     "decode_instance",
     "expires_at_s",
     "remaining_s",
+    "local_prefill",
 )
 
 

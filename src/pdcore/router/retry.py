@@ -129,11 +129,17 @@ def _fit_for_retry(fleet: Fleet, live: Live) -> tuple[list[Member], list[Member]
     return prefills, decodes
 
 
-def pair_after_pause(fleet: Fleet, live: Live) -> tuple[Member, Member] | None:
+#: (prefill, decode); no prefill: local prefill, decode computes the prompt itself.
+Pair = tuple[Member | None, Member]
+
+
+def pair_after_pause(fleet: Fleet, live: Live) -> Pair | None:
     """The pair for the attempt that a back-off was before. None: nobody is up any more but
     those that lost the last one."""
     prefills, decodes = _fit_for_retry(fleet, live)
     recovery = live.recovery
+    if recovery.is_local:
+        return _local(fleet, live)
     return choose(live.room, prefills, decodes, recovery.avoided) or choose(
         live.room, prefills, decodes, recovery.blamed
     )
@@ -144,7 +150,7 @@ class Plan(NamedTuple):
     before it (0: at once)."""
 
     blamed: list[Member]
-    pair: tuple[Member, Member]
+    pair: Pair
     delay_s: float
 
 
@@ -162,13 +168,26 @@ def plan_retry(
         or now_s + delay_s >= live.budget.deadline_s
     ):
         return None
-    found = _alternative(fleet, live, loss)
+    may_local = limits.on_prefill_loss is OnPrefillLoss.LOCAL_PREFILL and live.prefill is not None
+    found: tuple[list[Member], Pair] | None = None
+    if not (may_local and loss.is_of_prefill):
+        found = _alternative(fleet, live, loss)
+    if found is None and may_local and Leg.PREFILL in loss.avoid[0]:
+        pair, blamed = _local(fleet, live), [m for m in (live.prefill,) if m is not None]
+        found = None if pair is None else (blamed, pair)
     return None if found is None else Plan(*found, delay_s)
 
 
-def _alternative(
-    fleet: Fleet, live: Live, loss: Loss
-) -> tuple[list[Member], tuple[Member, Member]] | None:
+def _local(fleet: Fleet, live: Live) -> Pair | None:
+    """Local prefill, by the decode instance that the request was at if it is up."""
+    up = [m for m in fleet.decodes if m.health is Health.UP]
+    if not up:
+        return None
+    last = live.decode
+    return None, last if last is not None and last in up else up[live.room % len(up)]
+
+
+def _alternative(fleet: Fleet, live: Live, loss: Loss) -> tuple[list[Member], Pair] | None:
     """(whom to blame, the pair without them). Who lost an earlier attempt is taken again
     only where nobody else is left."""
     prefills, decodes = _fit_for_retry(fleet, live)

@@ -50,7 +50,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PdFields(msgspec.Struct, frozen=True, kw_only=True):
     """What the router adds to both legs (R31, rule 8). ``expires_at_s`` is Unix time,
     ``remaining_s`` the budget of the leg's own timer. ``replaces`` is the attempt that this
-    one takes the place of. Instances are the leaders' ``host:port``."""
+    one takes the place of. Instances are the leaders' ``host:port``. ``local_prefill``: decode
+    computes the prompt itself, and needs no bootstrap server."""
 
     bootstrap_room: Id63 | None = None
     attempt: Id63 | None = None
@@ -62,6 +63,7 @@ class PdFields(msgspec.Struct, frozen=True, kw_only=True):
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
     remaining_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
     replaces: Id63 | None = None
+    local_prefill: bool | None = None
 
 
 class _Body(PdFields, frozen=True, kw_only=True):

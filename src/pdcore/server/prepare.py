@@ -34,6 +34,7 @@ _LONG_TEXT_CHARS: Final = 2048
 
 _PREFIX = {Endpoint.GENERATE: "gen-", Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
 _REQUIRED = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "attempt")
+_REQUIRED_LOCAL = ("bootstrap_room", "attempt")
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -82,7 +83,7 @@ class Preparer:
         if dp_rank is None:  # a router that does not know dp_size leaves it out (D21)
             is_prefill = self._options.role is Role.PREFILL
             dp_rank = key.room % self._dispatcher.workers.dp_size if is_prefill else 0
-        host = pd.bootstrap_host or ""
+        is_local = bool(pd.local_prefill)
         return GenerateRequest(
             key=key,
             request_id=f"{_PREFIX[parsed.endpoint]}{key.attempt:016x}",
@@ -90,23 +91,29 @@ class Preparer:
             sampling=self._check_lengths(parsed, ids),
             expires_at_s=pd.expires_at_s or self._clock.unix() + remaining_s,
             remaining_s=remaining_s,
-            bootstrap=f"{bracket(host)}:{pd.bootstrap_port}",
+            bootstrap="" if is_local else f"{bracket(pd.bootstrap_host or '')}:{pd.bootstrap_port}",
             prefill=pd.prefill_instance or "",
             decode=pd.decode_instance or "",
             prefill_dp_rank=dp_rank,
             replaces=pd.replaces,
+            is_local=is_local,
         )
 
     def _key(self, pd: PdFields) -> RoomKey:
-        """R35: room, host and port of the bootstrap, and the attempt, each named if missing."""
+        """R35: room, host and port of the bootstrap, and the attempt, each named if missing.
+        A local prefill needs no bootstrap server."""
         fields = msgspec.structs.asdict(pd)
-        for name in _REQUIRED:
+        if pd.local_prefill and self._options.role is Role.PREFILL:
+            raise InvalidRequest("local_prefill", "is for decode instances: leave it out")
+        for name in _REQUIRED_LOCAL if pd.local_prefill else _REQUIRED:
             if fields[name] is None:
                 raise InvalidRequest(
                     name,
                     f"is required by a {self._options.role.value} instance: send the request "
                     "to the router, which adds it",
                 )
+        if pd.local_prefill:
+            return RoomKey(pd.bootstrap_room or 0, pd.attempt or 0)
         host, port = pd.bootstrap_host or "", pd.bootstrap_port or 0
         if self._options.role is Role.DECODE and not self._may_ask(host, port):
             raise InvalidRequest(

@@ -217,6 +217,8 @@ class Shell:
         # The legs' own deadlines come first; this one only bounds a peer that went silent.
         total_s = effect.remaining_s + 2 * self.core.limits.grace_s
         for leg, member in ((Leg.PREFILL, effect.prefill), (Leg.DECODE, effect.decode)):
+            if member is None:  # local prefill
+                continue
             task = asyncio.create_task(
                 self._run_leg(session, effect.attempt, leg, member, body, total_s)
             )

@@ -496,6 +496,58 @@ def test_on_prefill_loss_fail_answers_the_failure() -> None:
     assert len(router.of(Dispatch)) == 1
 
 
+def test_on_prefill_loss_local_prefill_decode_computes_the_prompt() -> None:
+    """One leg only, at the decode that reported the loss; it names no bootstrap server, and
+    nothing is ever cancelled at a prefill that has no part in it."""
+    router = Router(num_prefill=2, num_decode=2, on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL)
+    ticket, first = router.submit(bootstrap_host="p1")
+    router.event(LegAnswered(ticket, first.attempt, D, 503, "peer_lost"))
+    second = router.of(Dispatch)[-1]
+    assert (second.prefill, second.decode) == (None, first.decode)
+    assert second.added["local_prefill"] is True
+    assert second.added["replaces"] == first.attempt
+    for name in ("bootstrap_host", "bootstrap_port", "prefill_instance"):
+        assert second.added[name] is None
+    assert [m.num_live for _, m in router.fleet.members()].count(1) == 1
+    router.event(ClientLeft(ticket))
+    assert router.cancels() == [(P, first.attempt, False), (D, second.attempt, False)]
+    assert {m.num_live for _, m in router.fleet.members()} == {0}
+
+
+def test_a_local_prefill_that_is_lost_goes_to_a_pair_again() -> None:
+    """peer_lost may have been a worker of that decode itself."""
+    router = Router(num_decode=2, on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL, retry_initial_s=0.5)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 503, "peer_lost"))
+    local = router.of(Dispatch)[-1]
+    router.event(LegAnswered(ticket, local.attempt, D, 503, "unavailable"))
+    router.at(0.5)
+    third = router.of(Dispatch)[-1]
+    assert third.prefill is first.prefill
+    assert third.decode is not local.decode
+
+
+def test_local_prefill_also_where_no_other_prefill_takes_the_connection() -> None:
+    router = Router(on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL)
+    ticket, first = router.submit()
+    router.event(refused(ticket, first.attempt, P))
+    assert router.of(Dispatch)[-1].prefill is None
+    assert router.of(Answer) == []
+    # Decode never got the first attempt's KV: that one is cancelled there.
+    assert router.cancels() == [(D, first.attempt, False)]
+
+
+def test_a_local_prefill_may_be_after_a_pause() -> None:
+    router = Router(num_decode=2, on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL, retry_initial_s=0.5)
+    ticket, first = router.submit()
+    router.event(LegLost(ticket, first.attempt, D, True, "reset"))
+    second = router.of(Dispatch)[-1]
+    router.event(LegAnswered(ticket, second.attempt, D, 502, "prefill_failed"))
+    assert len(router.of(Dispatch)) == 2
+    router.at(0.5)
+    assert router.of(Dispatch)[-1].prefill is None
+
+
 def test_a_lost_decode_is_replaced_if_nothing_was_streamed() -> None:
     """It may be alive: it is cancelled, and so is prefill."""
     router = Router(num_decode=2)
@@ -759,10 +811,10 @@ class AnyOrder(RuleBasedStateMachine):
         for role, member in self.router.fleet.members():
             holders = [r.prefill if role is Role.PREFILL else r.decode for r in lives]
             assert member.num_live == holders.count(member) >= 0
-        paused = [r for r in lives if r.routed.state is RoutedState.RETRYING]
-        assert sum(m.num_live for _, m in self.router.fleet.members()) == 2 * (
-            len(lives) - len(paused)
-        )
+        for one in lives:
+            is_paused = one.routed.state is RoutedState.RETRYING
+            assert (one.decode is None) is is_paused
+            assert one.prefill is None or not is_paused
         ended = ("done", "failed", "refused", "cancelled")
         counters = self.router.core.counters
         assert counters["received"] == len(lives) + sum(counters[name] for name in ended)
@@ -798,5 +850,22 @@ class AnyOrder(RuleBasedStateMachine):
         assert [m.num_live for _, m in self.router.fleet.members()] == [0] * 4
 
 
+class AnyOrderLocally(AnyOrder):
+    """The same where decode takes over what prefill lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(
+            2,
+            2,
+            max_in_flight=4,
+            max_attempts=3,
+            retry_initial_s=0.5,
+            on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL,
+        )
+
+
+TestAnyOrderLocally = AnyOrderLocally.TestCase
+TestAnyOrderLocally.settings = settings(max_examples=30, stateful_step_count=30)
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30)

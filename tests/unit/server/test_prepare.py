@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdcore.errors import PdcoreError
+from pdcore.errors import InvalidRequest, PdcoreError
 from pdcore.server.http import failure_of
 from pdcore.server.openai import Endpoint, parse_request
 from pdcore.server.prepare import LegOptions, Preparer
@@ -58,6 +58,18 @@ def test_an_error_names_the_field_that_is_at_fault(
         prepare(endpoint, fields, role)
     why, found = failure_of(caught.value)
     assert (why.code, found) == (code, param)
+
+
+def test_a_local_prefill_names_no_bootstrap_server_and_is_decodes_alone() -> None:
+    fields = {"prompt": "hi", "local_prefill": True}
+    fields |= {"bootstrap_host": None, "bootstrap_port": None}
+    request = prepare(Endpoint.GENERATE, fields)
+    assert (request.is_local, request.bootstrap) == (True, "")
+    assert not prepare(Endpoint.GENERATE, {"prompt": "hi"}).is_local
+    with pytest.raises(InvalidRequest, match="local_prefill: is for decode instances"):
+        prepare(Endpoint.GENERATE, fields, Role.PREFILL)
+    with pytest.raises(InvalidRequest, match="attempt: is required"):
+        prepare(Endpoint.GENERATE, {**fields, "attempt": None})
 
 
 def test_a_request_has_the_time_that_the_router_left_it() -> None:

@@ -125,6 +125,20 @@ def test_on_prefill_loss_fail_passes_the_loss_on(play: Any) -> None:
     play(scene)
 
 
+def test_on_prefill_loss_local_prefill_asks_decode_alone(play: Any) -> None:
+    async def scene(cluster: Cluster) -> None:
+        router = cluster.router(num=2, on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL)
+        one_each(cluster, fails(503, LOST), says("ok"))
+        reply = await generate(router, local_prefill=True).done()
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "local_prefill")
+        assert (await generate(router).done()).json() == {"output": "ok"}
+        arrivals = [a.body for leg in cluster.decodes for a in leg.arrivals]
+        assert [body.get("local_prefill") for body in arrivals] == [None, True]
+        assert sum(len(leg.arrivals) for leg in cluster.prefills) == 1
+
+    play(scene)
+
+
 def test_a_loss_on_all_attempts_is_the_last_ones_answer(play: Any) -> None:
     """Bounded: a request that kills whatever runs it stops after max_attempts."""
 
