@@ -86,8 +86,8 @@ class SimInstance:
         if leader is None or self._is_draining:
             return
         self._is_draining = True
-        leader.process.context.run(leader.dispatcher.drain, drain_s)
         context = leader.process.context
+        self.site.loop.call_soon(leader.dispatcher.drain, drain_s, context=context)
         late_s = drain_s + 1.0
         self.site.loop.call_later(late_s, self._give_up, leader, context=context)
 
@@ -146,7 +146,7 @@ class SimInstance:
 
     def _exit(self, leader: SimLeader) -> None:
         """The end of a drained instance; another is started in its place."""
-        leader.process.context.run(leader.dispatcher.stop)
+        self.site.loop.call_soon(leader.dispatcher.stop, context=leader.process.context)
 
         def gone() -> None:
             if leader is self.leader:

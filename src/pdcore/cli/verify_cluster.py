@@ -1,0 +1,255 @@
+"""``pdcore verify cluster``: proof 2, whole clusters on virtual time, one per seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Parameter
+
+from pdcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdcore.sim.seeds import SeedResult, Totals
+
+#: Seconds between two words about how far it is.
+TELL_EVERY_S: Final = 2.0
+DEFAULT_SEEDS: Final = 500
+NONE: Final = "none"
+ALL: Final = "all"
+
+
+def cluster(
+    *,
+    seeds: int | None = None,
+    start: int = 0,
+    jobs: int = 1,
+    seeds_file: Path | None = None,
+    seed: int | None = None,
+    only_faults: str | None = None,
+    only_requests: str | None = None,
+    mutant: str = "",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Run whole clusters in one process on virtual time, and let everything go wrong.
+
+    Each seed makes a world: a router, two or three prefill and decode instances with their
+    bootstrap servers, leaders and workers, all of it the code that runs in production, on a
+    simulated engine whose KV proves itself. Some fifty requests run through it while frames
+    are lost, repeated, late and out of order, networks part, processes are killed, stopped
+    and started again, memory runs out and clients leave. Every request must end exactly once,
+    in time, with the right tokens or a precise error; no write may touch memory that was
+    given back; and when it is calm again, it serves, and nothing is left behind.
+
+    Exit status 0: everything held. 1: something did not; the world is cut down to what still
+    fails and a command that replays it is printed. With --mutant: 0 when the known-bad
+    variant was caught, 1 when it was not.
+
+    Examples: `pdcore verify cluster --seeds 500`, `pdcore verify cluster --seed 17`,
+    `pdcore verify cluster --seeds 500 --mutant free-on-abort`
+
+    Parameters
+    ----------
+    seeds
+        How many seeds to run; 500 where nothing is said.
+    start
+        The first of them; the others follow.
+    jobs
+        Processes to run them in; 0: one for each core.
+    seeds_file
+        Run the seeds that a file lists, one a line (`#` begins a comment), too.
+    seed
+        Run this one and show its trace.
+    only_faults
+        With --seed: numbers of the faults to keep, comma-separated; `none`: none.
+    only_requests
+        With --seed: numbers of the requests to keep; `none`: none.
+    mutant
+        Plant a known-bad variant; the first seed that catches it ends the run. `all`: each of
+        them, one after the other.
+    as_json
+        One JSON object: seeds, requests, virtual_seconds, wall_seconds, faults, violations.
+    """
+    from pdcore.sim.mutants import find_mutant
+
+    if mutant and mutant != ALL:
+        find_mutant(mutant)
+    if seed is not None:
+        if seeds is not None or seeds_file is not None:
+            raise ConfigError("--seed runs one world: leave out --seeds and --seeds-file")
+        return replay(
+            seed,
+            faults=read_numbers("--only-faults", only_faults),
+            requests=read_numbers("--only-requests", only_requests),
+            mutant=mutant,
+            as_json=as_json,
+        )
+    if only_faults is not None or only_requests is not None:
+        raise ConfigError("--only-faults and --only-requests need the --seed that they are of")
+    wanted = choose_seeds(seeds, start, seeds_file)
+    if mutant == ALL:
+        return try_all(wanted, jobs or os.cpu_count() or 1, as_json=as_json)
+    return run_all(wanted, jobs or os.cpu_count() or 1, mutant, as_json=as_json)
+
+
+def choose_seeds(count: int | None, start: int, file: Path | None) -> list[int]:
+    """Seeds of the file first, then ``count`` from ``start``. Raises ConfigError."""
+    if count is not None and count < 0:
+        raise ConfigError(f"--seeds must be 0 or more, got {count}")
+    wanted = [] if file is None else read_seeds(file)
+    default = 0 if file is not None else DEFAULT_SEEDS
+    wanted += range(start, start + (default if count is None else count))
+    return wanted
+
+
+def read_seeds(file: Path) -> list[int]:
+    """Raises ConfigError naming file and line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--seeds-file {file}: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text and not text.isdigit():
+            raise ConfigError(f"--seeds-file {file}:{number}: {text!r} is not a seed")
+        if text:
+            found.append(int(text))
+    return found
+
+
+def read_numbers(option: str, text: str | None) -> list[int] | None:
+    """None: nothing was said. Raises ConfigError."""
+    if text is None:
+        return None
+    if text == NONE:
+        return []
+    words = text.split(",")
+    if not all(word.isdigit() for word in words):
+        raise ConfigError(f"{option} takes numbers, comma-separated, or `none`; got {text!r}")
+    return [int(word) for word in words]
+
+
+def run_all(seeds: Sequence[int], jobs: int, mutant: str, *, as_json: bool) -> int:
+    from pdcore.sim.seeds import run_seeds
+
+    totals = run_seeds(seeds, jobs=jobs, mutant=mutant, on_result=teller(len(seeds), as_json))
+    report = totals.report()
+    caught = bool(totals.violations)
+    if mutant:
+        report = {"mutant": mutant, "caught": caught, **report}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(totals, report, mutant)
+    return int(not caught if mutant else caught)
+
+
+def try_all(seeds: Sequence[int], jobs: int, *, as_json: bool) -> int:
+    """Every known-bad variant until a seed catches it; the exit status says whether all are."""
+    from pdcore.sim.mutants import MUTANTS
+    from pdcore.sim.seeds import NOT_HERE, run_seeds
+
+    rows: list[dict[str, object]] = []
+    for name, mutant in MUTANTS.items():
+        row: dict[str, object] = {"mutant": name, "undoes": mutant.undoes}
+        if name in NOT_HERE:
+            row |= {"caught": None, "why_not_here": NOT_HERE[name]}
+        else:
+            totals = run_seeds(seeds, jobs=jobs, mutant=name)
+            row |= {"caught": bool(totals.violations), "seeds": totals.num_seeds}
+            if totals.violations:
+                row |= totals.violations[0]._asdict()
+        rows.append(row)
+        if not as_json:
+            print("\n".join(f"{key}: {value}" for key, value in row.items()) + "\n", flush=True)
+    if as_json:
+        print(json.dumps({"mutants": rows}, indent=2))
+    return int(any(row["caught"] is False for row in rows))
+
+
+def teller(count: int, as_json: bool) -> Callable[[SeedResult], None]:
+    """Says on standard error how far it is, and at once what was found."""
+    last_s = time.monotonic()
+    done = broken = 0
+
+    def tell(found: SeedResult) -> None:
+        nonlocal last_s, done, broken
+        done += 1
+        broken += bool(found.violations)
+        if found.violations and not as_json:
+            first = found.violations[0]
+            print(f"seed {first.seed}: {first.message}\n  {first.replay}", file=sys.stderr)
+        now_s = time.monotonic()
+        if now_s - last_s >= TELL_EVERY_S:
+            last_s = now_s
+            print(f"{done} of {count} seeds, {broken} broken", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def replay(
+    seed: int,
+    *,
+    faults: list[int] | None,
+    requests: list[int] | None,
+    mutant: str,
+    as_json: bool,
+) -> int:
+    """One world, told in full."""
+    from pdcore.sim.mutants import planted
+    from pdcore.sim.plan import make_plan
+    from pdcore.sim.world import run_world
+
+    if mutant == ALL:
+        raise ConfigError("--seed replays one world: name one variant with --mutant")
+    plan = make_plan(seed).only(faults, requests)
+    with planted(mutant):
+        result = run_world(plan, is_traced=True)
+    if as_json:
+        shown = {
+            "seed": seed,
+            "options": str(plan.options),
+            "plan": [str(fault) for fault in plan.faults],
+            "requests": result.num_requests,
+            "virtual_seconds": round(result.virtual_s, 3),
+            "faults": result.faults,
+            "outcomes": result.outcomes,
+            "digest": result.digest,
+            "violations": result.violations,
+            "trace": result.trace,
+        }
+        print(json.dumps(shown, indent=2))
+    else:
+        for line in result.trace or ():
+            print(line)
+        print(f"\n{plan.options}")
+        for fault in plan.faults:
+            print(fault)
+        print(f"{result.num_requests} requests: {result.outcomes}; trace {result.digest}")
+        for text in result.violations:
+            print(f"BROKEN: {text}")
+        print("broken" if result.violations else "everything held")
+    return int(bool(result.violations))
+
+
+def _print(totals: Totals, report: dict[str, object], mutant: str) -> None:
+    print(
+        f"{totals.num_seeds} seeds, {totals.num_requests} requests, {totals.virtual_s:.0f} virtual "
+        f"seconds in {report['wall_seconds']} s; "
+        f"{report['requests_per_cpu_second']} requests a second and core"
+    )
+    for title, counts in (("faults", totals.faults), ("outcomes", totals.outcomes)):
+        shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        print(f"{title}: {shown}")
+    for violation in totals.violations:
+        print(f"\nseed {violation.seed}: {violation.message}\n  {violation.replay}")
+    if mutant:
+        print(f"{mutant}: {'caught' if totals.violations else 'NOT CAUGHT'}")
+    elif not totals.violations:
+        print("everything held")

@@ -1,0 +1,58 @@
+"""Many seeds and their sum."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcore.sim import seeds
+from pdcore.sim.plan import Plan
+from pdcore.sim.seeds import SeedResult, run_seed, run_seeds
+from pdcore.sim.world import WorldResult
+
+
+def result_of(plan: Plan, *, wrong: bool = False) -> WorldResult:
+    violations = ["it broke"] if wrong else []
+    requests = len(plan.requests)
+    return WorldResult(
+        plan.seed, "d", requests, requests, 2.0, 0.1, {"drop": 1}, violations, {"ok": requests}
+    )
+
+
+def fake_world(plan: Plan) -> WorldResult:
+    """Seed 3 breaks whenever its fault 0 and request 5 are there."""
+    is_there = any(f.number == 0 for f in plan.faults) and any(r.number == 5 for r in plan.requests)
+    return result_of(plan, wrong=plan.seed == 3 and is_there)
+
+
+def test_the_sum_of_many_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_world", fake_world)
+    told: list[SeedResult] = []
+    totals = run_seeds(range(5), on_result=told.append)
+    report = totals.report()
+    assert [found.result.seed for found in told] == [0, 1, 2, 3, 4]
+    assert report["seeds"] == 5
+    assert report["faults"] == {"drop": 5}
+    assert report["virtual_seconds"] == 10.0
+    assert report["violations"] == [
+        {
+            "seed": 3,
+            "message": "it broke",
+            "replay": "pdcore verify cluster --seed 3 --only-faults 0 --only-requests 5",
+        }
+    ]
+
+
+def test_a_mutant_ends_the_run_where_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_world", fake_world)
+    totals = run_seeds(range(10), mutant="free-on-abort")
+    assert totals.num_seeds == 4
+    assert totals.violations[0].replay.endswith("--mutant free-on-abort")
+
+
+def test_a_real_seed_in_another_process_is_the_same() -> None:
+    """Issue 3.9: the order and the outcome do not depend on how many processes run."""
+    here = [run_seed(seed).result for seed in (11, 12)]
+    told: list[SeedResult] = []
+    run_seeds([11, 12], jobs=2, on_result=told.append)
+    assert [found.result.digest for found in told] == [one.digest for one in here]
+    assert all(found.violations == [] for found in told)
