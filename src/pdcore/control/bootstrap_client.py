@@ -304,6 +304,8 @@ class Registrar:
         if self.is_registered(now):
             return []
         if self._failure is None:
+            if self._registered_s is not None:
+                return [f"its lease at the bootstrap server {self.address} has run out"]
             return [f"not registered at the bootstrap server {self.address} yet"]
         return [
             f"not registered at the bootstrap server {self.address} after "

@@ -62,10 +62,13 @@ class Breakers:
             return f"{breaker.cause}; another request is trying it"
         return None
 
-    def begin(self, incarnation: Incarnation, key: RoomKey) -> None:
-        """This room uses the peer (``refusal`` was None): where it is open, as its trial."""
+    def begin(self, incarnation: Incarnation, key: RoomKey, now: float) -> None:
+        """This room uses the peer: where it is half-open, as its trial. Work that began
+        before it opened is none."""
         breaker = self._breakers.get(incarnation)
-        if breaker is not None and breaker.open_until_s is not None and breaker.trial is None:
+        if breaker is None or breaker.open_until_s is None or now < breaker.open_until_s:
+            return
+        if breaker.trial is None:
             breaker.trial = key
 
     # --- what became of it -----------------------------------------------------------------

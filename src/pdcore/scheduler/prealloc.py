@@ -111,7 +111,7 @@ class Preallocation:
             if why is not None:
                 return why
         for peer in peers:
-            self.rooms.breakers.begin(peer.incarnation, key)
+            self.rooms.breakers.begin(peer.incarnation, key, now)
         return None
 
     def enter(self, record: DecodeRecord) -> None:

@@ -279,7 +279,7 @@ class PrefillInbox:
             if problem.code in ("incompatible", "unavailable"):
                 self.rooms.emit(record, record.sender.failed_locally(problem), now)
             return
-        self.rooms.breakers.begin(payload.peer.incarnation, key)
+        self.rooms.breakers.begin(payload.peer.incarnation, key, now)
         self.rooms.emit(record, record.sender.handshake_received(payload), now)
 
     def _is_oversized(self, message: Handshake) -> bool:

@@ -387,6 +387,10 @@ def test_a_lost_server_is_a_problem_once_the_lease_may_be_over() -> None:
     assert "after 1 attempts" in registrar.problems(15.0)[0]
     attempt(registrar, 16.0, CallReply())
     assert registrar.problems(16.0) == []
+    # A stopped process that goes on: nobody has answered anything, the lease has run out.
+    assert registrar.problems(1000.0) == [
+        "its lease at the bootstrap server 127.0.0.1:1 has run out"
+    ]
 
 
 def test_a_refusal_is_a_problem_at_once_and_asked_again_slowly() -> None:

@@ -95,12 +95,12 @@ def test_d25_it_is_half_open_after_the_cool_down() -> None:
     with pytest.raises(AssertionError):
         check_it_is_tried_again(Blacklist)
     breakers = opened()
-    breakers.begin(A.incarnation, ONE)
+    breakers.begin(A.incarnation, ONE, 12.0)
     assert breakers.refusal(A.incarnation, ONE, 12.0) is None, "its own retries are its trial"
     why = breakers.refusal(A.incarnation, TWO, 12.0)
     assert why is not None
     assert why.endswith("another request is trying it")
-    breakers.begin(A.incarnation, TWO)
+    breakers.begin(A.incarnation, TWO, 12.0)
     assert breakers.refusal(A.incarnation, TWO, 12.0) is not None, "there is one trial"
     breakers.succeeded(A.incarnation)
     assert breakers.refusal(A.incarnation, TWO, 12.0) is None
@@ -109,7 +109,7 @@ def test_d25_it_is_half_open_after_the_cool_down() -> None:
 
 def test_a_trial_that_fails_opens_it_again_at_once() -> None:
     breakers = opened()
-    breakers.begin(A.incarnation, ONE)
+    breakers.begin(A.incarnation, ONE, 12.0)
     assert breakers.failed(A, "again", 13.0)
     assert breakers.refusal(A.incarnation, TWO, 22.9) is not None
     assert breakers.refusal(A.incarnation, TWO, 23.0) is None
@@ -118,7 +118,7 @@ def test_a_trial_that_fails_opens_it_again_at_once() -> None:
 def test_a_trial_that_proves_nothing_leaves_its_place() -> None:
     """Its client went away."""
     breakers = opened()
-    breakers.begin(A.incarnation, ONE)
+    breakers.begin(A.incarnation, ONE, 12.0)
     breakers.ended(ONE)
     assert breakers.refusal(A.incarnation, TWO, 12.0) is None
 
@@ -169,7 +169,7 @@ def check_it_gets_its_trial(kind: type[Breakers]) -> None:
     breakers = opened(kind)
     assert [peer for peer, _ in breakers.problems(11.9)] == [A]
     assert breakers.problems(12.0) == []
-    breakers.begin(A.incarnation, ONE)
+    breakers.begin(A.incarnation, ONE, 12.0)
     assert [peer for peer, _ in breakers.problems(12.0)] == [A], "one at a time"
 
 
@@ -183,3 +183,11 @@ def test_d25_a_peer_is_named_only_while_it_gets_no_work() -> None:
 
     with pytest.raises(AssertionError):
         check_it_gets_its_trial(NamedForEver)
+
+
+def test_work_that_began_before_is_no_trial() -> None:
+    """It repeats its handshake while the breaker is open."""
+    breakers = opened()
+    breakers.begin(A.incarnation, ONE, 5.0)
+    assert breakers.refusal(A.incarnation, ONE, 5.0) is not None
+    assert breakers.refusal(A.incarnation, TWO, 12.0) is None
