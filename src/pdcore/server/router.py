@@ -238,9 +238,10 @@ class RouterEndpoint:
             if isinstance(end, LegAnswered):  # decode has told the client itself
                 await send({"type": "http.response.body", "body": b""})
                 return end.status
+            is_whole = isinstance(end, StreamEnded) and session.stream_failure is None
+            if recording is not None and is_whole:
+                recording.keep(200, sse.CONTENT_TYPE)
         why = session.stream_failure
-        if recording is not None and why is None:
-            recording.keep(200, sse.CONTENT_TYPE)
         last = b"" if why is None else sse.event(error_body(why))
         await send({"type": "http.response.body", "body": last})
         return 200 if why is None else why.http_status

@@ -145,10 +145,9 @@ class Shell:
         now_s = self._clock.monotonic()
         if read.room is not None:
             digest = digest_of(path, fields)
-            if read.replaces is None:
-                recorded = self.core.rooms.recall(read.room, digest, now_s)
-                if recorded is not None:
-                    return recorded
+            recorded = self.core.rooms.recall(read.room, digest, now_s)
+            if recorded is not None:
+                return recorded
             if digest is not None:
                 session.recording = self.core.rooms.recording(read.room, digest)
         ticket = self.core.submit(read, now_s, self._clock.unix())

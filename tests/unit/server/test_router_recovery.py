@@ -294,6 +294,30 @@ def test_d7_a_sampled_result_is_not_given_twice(play: Any) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_d7_a_finished_room_does_not_run_again_for_a_client_that_replaces_it(
+    play: Any, sampled: bool
+) -> None:
+    """D7: ``replaces`` is for a room that is live. Of one that has finished meanwhile its
+    client gets the result, or a 409. (It ran again; and when that client left in the middle of
+    a stream, the piece was given as the room's recorded result, 200 and without [DONE].)"""
+
+    async def scene(cluster: Cluster) -> None:
+        router = cluster.router()
+        router.decode.behave = streams("a", "b")
+        fields = {"bootstrap_room": 5, "stream": True, "temperature": 0.8 if sampled else 0}
+        first = await generate(router, **fields).done()
+        router.decode.behave = endless
+        again = [await generate(router, **fields, **more).done() for more in ({"replaces": 7}, {})]
+        if sampled:
+            assert [reply.status for reply in again] == [409, 409]
+        else:
+            assert [reply.body for reply in again] == [first.body] * 2
+        assert len(router.decode.arrivals) == 1
+
+    play(scene)
+
+
 def test_a_result_that_nobody_heard_is_there_when_the_client_asks_again(play: Any) -> None:
     """The very case idempotent retry is for: the connection broke after the work was done."""
 
@@ -393,12 +417,13 @@ async def gone_while_decode_is_pending(cluster: Cluster) -> None:
     await both_are_told(router, one)
 
 
-async def gone_in_mid_stream(cluster: Cluster) -> None:
-    async def endless(arrival: Arrival) -> None:
-        await arrival.begin()
-        await arrival.event(b"data: 1\n\n")
-        await arrival.until_dropped()
+async def endless(arrival: Arrival) -> None:
+    await arrival.begin()
+    await arrival.event(b"data: 1\n\n")
+    await arrival.until_dropped()
 
+
+async def gone_in_mid_stream(cluster: Cluster) -> None:
     router = cluster.router()
     router.decode.behave = endless
     one = generate(router, stream=True)
