@@ -195,9 +195,6 @@ class SenderFacts:
     def is_claimed(self, nonce: Nonce) -> bool:
         return any(leg.nonce == nonce and not leg.granted for leg in self.legs.values())
 
-    def is_computing_now(self, payload: object) -> bool:
-        return self.is_computing
-
     def may_expire(self, payload: object) -> bool:
         """Completion beats a deadline of the same tick."""
         return self.failure is None and not self.is_locally_done

@@ -90,9 +90,9 @@ RECEIVER = Lifecycle(
         Row(S.DRAINING, "lease_revoked", S.DRAINING, ("record_revoked",), "is_this_lease"),
         *(Row(s, "failed_locally", s, ("record_failure",), "has_no_failure") for s in _LIVE),
         *(Row(s, "deadline_expired", s, ("record_failure",), "may_expire") for s in _LIVE),
-        Row(S.BOOTSTRAPPING, "failed", S.FAILED),
-        Row(S.WAITING_FOR_INPUT, "failed", S.FAILED),
-        Row(S.TRANSFERRING, "failed", S.DRAINING, ("cancel_targets",)),
+        Row(S.BOOTSTRAPPING, "failed", S.FAILED, ("adopt_failure",)),
+        Row(S.WAITING_FOR_INPUT, "failed", S.FAILED, ("adopt_failure",)),
+        Row(S.TRANSFERRING, "failed", S.DRAINING, ("adopt_failure", "cancel_targets")),
         Row(S.TRANSFERRING, "completed", S.DONE, ("release_lease",)),
         Row(S.DRAINING, "quiesced", S.FAILED, ("release_lease",)),
         Row(S.DRAINING, "drain_expired", S.DRAINING, ("fence_writers",)),
@@ -210,6 +210,14 @@ class Receiver(ReceiverReplies):
 
     def record_failure(self, reason: Failure) -> Sequence[Effect]:
         self.failure = reason
+        return ()
+
+    def adopt_failure(self, payload: None) -> Sequence[Effect]:
+        """Another rank of the group failed: the request ends here too, with a reason."""
+        if self.failure is None:
+            self.failure = failure(
+                "transfer_failed", "another rank of the decode group failed this request"
+            )
         return ()
 
     def cancel_targets(self, payload: None) -> Sequence[Effect]:

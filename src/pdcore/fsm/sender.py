@@ -14,8 +14,10 @@ to write is claimed first. The sender walks through
 Who moves it: the state is *committed* state, equal on all ranks of the group, moved only by
 a tick (events ``advanced``, ``completed``, ``failed``, ``quiesced``; architecture, section 9).
 Everything else that happens sets sticky facts, and :meth:`Sender.vote` answers the question
-of the committed state. Posting needs Transferring and no local failure; an acknowledgement
-needs a failure (or a terminal state) and nothing live on that leg (rules 2 and 9).
+of the committed state. No row of a tick asks what only this rank knows, or the ranks of a
+group would part: what ``failed`` finds running is waited for in Draining. Posting needs
+Transferring and no local failure; an acknowledgement needs a failure (or a terminal state)
+and nothing live on that leg (rules 2 and 9).
 
 Not modelled here: time (the core owns timers and resends :meth:`unanswered`), block ids
 and bytes (the core turns ``PostTransfer`` into descriptors), who owns the blocks.
@@ -104,10 +106,10 @@ SENDER = Lifecycle(
         *(Row(s, "deadline_expired", s, ("record_failure",), "may_expire") for s in _LIVE),
         *(Row(s, "cancel_received", s, ("record_cancel",)) for s in S),
         *(Row(s, "status_acked", s, ("mark_acked",)) for s in S),
-        Row(S.BOOTSTRAPPING, "failed", S.FAILED),
-        Row(S.WAITING_FOR_INPUT, "failed", S.DRAINING, (), "is_computing_now"),
-        Row(S.WAITING_FOR_INPUT, "failed", S.FAILED),
-        Row(S.TRANSFERRING, "failed", S.DRAINING, ("cancel_handles",)),
+        Row(S.BOOTSTRAPPING, "failed", S.FAILED, ("adopt_failure",)),
+        # A forward pass may run, on this rank or on another of the group: all drain.
+        Row(S.WAITING_FOR_INPUT, "failed", S.DRAINING, ("adopt_failure",)),
+        Row(S.TRANSFERRING, "failed", S.DRAINING, ("adopt_failure", "cancel_handles")),
         Row(S.TRANSFERRING, "completed", S.DONE, ("send_done",)),
         Row(S.DRAINING, "quiesced", S.FAILED),
         Row(S.DRAINING, "drain_expired", S.DRAINING, ("fence_legs",)),
@@ -234,6 +236,14 @@ class Sender(SenderReplies):
         out: list[Effect] = [self._status(leg, StatusKind.FAILED) for leg in self.legs.values()]
         out.extend(self._acks_due())
         return out
+
+    def adopt_failure(self, payload: None) -> Sequence[Effect]:
+        """Another rank of the group failed: this one tells its own decode ranks."""
+        if self.failure is not None:
+            return ()
+        return self.record_failure(
+            failure("prefill_failed", "another rank of the prefill group failed this request")
+        )
 
     def record_cancel(self, payload: CancelFrom) -> Sequence[Effect]:
         """Bind first (no further chunk can be posted), acknowledge what is quiet (rule 2)."""

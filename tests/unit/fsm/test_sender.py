@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -395,12 +395,37 @@ def test_a_running_forward_pass_is_drained_too() -> None:
     assert sender.vote() == QUIESCED
 
 
-def test_nothing_written_needs_no_drain() -> None:
-    for sender in (bootstrapping(), waiting()):
+def test_without_a_destination_nothing_has_to_drain() -> None:
+    sender = bootstrapping()
+    sender.deadline_expired(failure("deadline_exceeded", "late"))
+    assert sender.vote() == FAILED
+    sender.failed()
+    assert sender.state is S.FAILED
+
+
+def test_bound_ranks_drain_whatever_they_know_themselves() -> None:
+    """Section 9: a rank whose forward pass runs and one that idles take the same row, so that
+    a group stays together; alone, the next tick ends it."""
+    for is_computing in (False, True):
+        sender = waiting()
+        if is_computing:
+            sender.compute_started()
         sender.deadline_expired(failure("deadline_exceeded", "late"))
-        assert sender.vote() == FAILED
         sender.failed()
-        assert sender.state is S.FAILED
+        assert sender.state is S.DRAINING
+        assert sender.vote() == (NOT_QUIESCED if is_computing else QUIESCED)
+
+
+@pytest.mark.parametrize("make", [waiting, transferring])
+def test_a_rank_that_is_pulled_along_tells_its_own_decode_rank(make: Callable[[], Sender]) -> None:
+    """Section 9: it has no failure of its own, and its counterpart waits for its word."""
+    sender = make()
+    assert sender.failure is None
+    (told,) = messages(sender.failed(), Status)
+    assert told.message.kind is StatusKind.FAILED
+    assert told.message.failure is not None
+    assert "another rank" in told.message.failure.detail
+    assert sender.state is S.DRAINING
 
 
 @pytest.mark.parametrize("where", ["compute", "handle", "refusal"])
