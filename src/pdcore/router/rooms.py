@@ -199,8 +199,8 @@ class Recording:
 
 def digest_of(path: str, fields: Mapping[str, msgspec.Raw]) -> bytes | None:
     """Identity of what a request asks: equal in any order and spacing of its JSON. None for
-    one that is not idempotent, neither greedy nor seeded. (An instance whose defaults are not
-    greedy has its first result given again too: it is the result of that room.)"""
+    one that is not idempotent, neither greedy nor seeded. A request that says neither may be
+    drawn all the same, by an instance whose defaults are not greedy: its answer says so."""
     try:
         if not _is_idempotent(fields):
             return None

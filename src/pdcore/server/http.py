@@ -30,6 +30,10 @@ BODY_TIMEOUT_S: Final = 30.0
 #: What is sent after a request's deadline waits this long for a client that does not read.
 LAST_SEND_S: Final = 5.0
 
+#: With decode's 200: drawn without a seed, so the same request would get another answer. Only
+#: the instance knows, for it has defaults of its own; the router keeps no such result (D7).
+SAMPLED: Final = ((b"x-pdcore-sampled", b"1"),)
+
 #: Characters of an error's message that a client gets.
 MAX_DETAIL: Final = 2000
 

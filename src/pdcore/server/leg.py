@@ -21,7 +21,9 @@ from pdcore.server.answers import Heading, Outcome, answer_for, running_usage
 from pdcore.server.dispatcher import Dispatcher
 from pdcore.server.gate import Gate
 from pdcore.server.http import (
+    SAMPLED,
     ClientGone,
+    Headers,
     bounded_send,
     disconnected,
     error_body,
@@ -164,11 +166,12 @@ class LegEndpoint:
         self._abort(run.pending, "a stop string ended the output")
         texts.append(run.output.finish())
         whole = Piece("".join(texts), ids, logprobs)
-        await respond(send, 200, run.answer.whole(whole, run.outcome(item)))
+        body = run.answer.whole(whole, run.outcome(item))
+        await respond(send, 200, body, run.headers)
         return 200
 
     async def _stream(self, run: _Run, first: NewTokens, send: Send) -> int:
-        await start_stream(send)
+        await start_stream(send, run.headers)
         await _send_events(send, run.answer.start())
         item: NewTokens | Ended = first
         while isinstance(item, NewTokens):
@@ -206,6 +209,11 @@ class _Run:
     def shows_every_token(self) -> bool:
         """Events also for tokens that made no text yet."""
         return self._parsed.return_token_ids or self._parsed.sampling.logprobs
+
+    @property
+    def headers(self) -> Headers:
+        sampling = self._parsed.sampling
+        return SAMPLED if sampling.temperature > 0 and sampling.seed is None else ()
 
     def stopped(self) -> Ended | None:
         """The end that a stop string makes, before the worker knows of it."""

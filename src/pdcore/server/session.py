@@ -39,7 +39,7 @@ from pdcore.server import sse
 from pdcore.server.aborts import Timers, call_later
 from pdcore.server.client import Client, Origin, PoolTimeout, Response, Timeout
 from pdcore.server.exchange import HttpError
-from pdcore.server.http import JSON, ClientGone, error_body
+from pdcore.server.http import JSON, SAMPLED, ClientGone, error_body
 from pdcore.types import Failure
 
 _log: Final = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ _CANCEL_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=10.0)
 _CANCEL_PATH: Final = "/cancel"
 _MAX_SMALL_BYTES: Final = 64 * 1024
 _CONNECT_S: Final = 5.0
+_SAMPLED_NAME: Final = SAMPLED[0][0]
 
 
 class LegReply(NamedTuple):
@@ -252,6 +253,8 @@ class Shell:
             )
             content_type = response.header(b"content-type") or b""
             is_stream = content_type.startswith(sse.CONTENT_TYPE)
+            if session.recording is not None and response.header(_SAMPLED_NAME) is not None:
+                session.recording.close()
             if leg is Leg.DECODE and response.status == 200 and is_stream:
                 session.streams[attempt] = response
                 event = StreamBegan(session.ticket, attempt)

@@ -282,6 +282,34 @@ def test_a_blocking_answer_has_text_reason_and_usage() -> None:
     run(play())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("defaults", "asked", "is_sampled"),
+    [
+        (SamplingDefaults(), {}, False),
+        (SamplingDefaults(temperature=0.7), {}, True),
+        (SamplingDefaults(temperature=0.7), {"temperature": 0}, False),
+        (SamplingDefaults(temperature=0.7, seed=3), {}, False),
+        (SamplingDefaults(), {"temperature": 0.7}, True),
+        (SamplingDefaults(), {"temperature": 0.7, "seed": 3}, False),
+    ],
+)
+def test_d7_an_answer_says_that_it_was_drawn_without_a_seed(
+    defaults: SamplingDefaults, asked: dict[str, Any], is_sampled: bool, stream: bool
+) -> None:
+    """D7: only the instance knows its defaults; the router keeps no result that is a draw."""
+
+    async def play() -> None:
+        world = World()
+        one = await begin(world, app_of(world, sampling=defaults), stream=stream, **asked)
+        world.tokens(KEY, list(b"a"))
+        world.finish(KEY, "stop")
+        headers = (await one.done()).headers
+        assert ("x-pdcore-sampled" in headers) is is_sampled
+
+    run(play())
+
+
 def test_a_failure_in_mid_answer_is_no_200() -> None:
     """D8, D9: the seed returned the partial text of a preempted request as 200."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdcore.router.limits import OnPrefillLoss
+from pdcore.server.http import SAMPLED, start_stream
 from pdcore.server.router import stream_end
 from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
 from tests.unit.server.legs_kit import Arrival, Cluster, Router, hold, module_cluster
@@ -290,6 +291,30 @@ def test_d7_a_sampled_result_is_not_given_twice(play: Any) -> None:
             fields = {"temperature": 0.8, "seed": seed, "bootstrap_room": 5 + (seed or 0)}
             assert (await generate(router, **fields).done()).status == 200
             assert (await generate(router, **fields).done()).status == status
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_d7_what_an_instance_draws_by_its_own_default_is_not_given_twice(
+    play: Any, stream: bool
+) -> None:
+    """D7: a request without a temperature is greedy, but not at an instance whose default is
+    another one. Its answer says so, or the router would give a draw again as idempotent."""
+
+    async def drawn(arrival: Arrival) -> None:
+        if not stream:
+            await arrival.json(200, {"output": "ok"}, *SAMPLED)
+            return
+        await start_stream(arrival.send, SAMPLED)
+        await arrival.end()
+
+    async def scene(cluster: Cluster) -> None:
+        router = cluster.router()
+        router.decode.behave = drawn
+        replies = [await generate(router, bootstrap_room=5, stream=stream).done() for _ in "ab"]
+        assert [reply.status for reply in replies] == [200, 409]
+        assert "neither greedy nor seeded" in replies[1].json()["error"]["message"]
 
     play(scene)
 
