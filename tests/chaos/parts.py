@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdcore.server.client import HttpClient, Origin
+from tests.chaos.leaks import Holding, belonging_to, grown, holding
 from tests.scenarios.processes import (
     Program,
     backends,
@@ -20,12 +22,12 @@ from tests.scenarios.processes import (
     ledger,
     segments,
     until,
-    usage,
     wait_gone,
 )
 from tests.scenarios.soak_client import Outcome, ask
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+WORKERS = tuple(f"{name} worker" for name in INSTANCES)
 BLOCKS = "2000"
 #: What has to be over by then: restarts, resends, draining of what was cut off (30 s).
 SETTLE_S = 60.0
@@ -70,6 +72,9 @@ class Parts:
         self._know("router")
         self.expect_up()
         self.free = self._idle_pools()
+        # Everything that is made on first use is there: threads, pools, connections.
+        asyncio.run(Load(self.router, seed=0).run(_nothing, num_after=60))
+        self._before = self._holdings()
 
     @staticmethod
     def _first_arguments(name: str) -> list[str]:
@@ -167,13 +172,38 @@ class Parts:
     def ledger(self, name: str) -> dict[str, float]:
         return asyncio.run(ledger(self.at[name]))
 
-    def is_pool_whole(self, name: str) -> bool:
+    def _is_pool_whole(self, name: str) -> bool:
         now = self.ledger(name)
         used = {key: n for key, n in now.items() if key != "kv_free" and n}
         used.pop("kv_total", None)
         return now.get("kv_free") == self.free[name] and not used
 
-    def _foreign_segments(self) -> set[tuple[str, int]]:
+    def _holdings(self) -> dict[str, Holding]:
+        """Raises OSError, IndexError while a part is away."""
+        return {part: holding(self.pid(part)) for part in (*INSTANCES, *WORKERS, "router")}
+
+    def leaks(self) -> list[str]:
+        """Everything that is more than it was, or not where it should be, in words."""
+        orphans = belonging_to(self._folder) - set(self.pids())
+        return [
+            *(f"process {pid} belongs to nobody" for pid in sorted(orphans)),
+            *(f"{part} maps segment {inode} of a dead worker" for part, inode in self._foreign()),
+            *grown(self._before, self._holdings()),
+            *(
+                f"{name}: blocks are not all free: {self.ledger(name)}"
+                for name in INSTANCES
+                if not self._is_pool_whole(name)
+            ),
+        ]
+
+    def left_over(self) -> list[str]:
+        """What is still too much when all had time to settle."""
+        end_s = time.monotonic() + SETTLE_S
+        while (found := self.leaks()) and time.monotonic() < end_s:
+            assert wait_gone([self.pid("router")], 0.5), "the router ended"
+        return found
+
+    def _foreign(self) -> set[tuple[str, int]]:
         """(part, inode) of segments that a part maps and no living worker owns."""
         owned = {self._own_segment(name) for name in INSTANCES}
         return {
@@ -191,24 +221,12 @@ class Parts:
         return 0
 
     def expect_whole(self) -> None:
-        """Up; every block of every pool free, none quarantined, held, leased or draining;
-        no segment mapped but those of the four workers that live; requests answered."""
+        """Up; every block of every pool free, none quarantined, held, leased or draining; no
+        segment mapped but those of the four workers that live; no process, descriptor or
+        thread more than at the start; requests answered."""
         self.expect_up()
-        for name in INSTANCES:
-            until(
-                lambda name=name: self.is_pool_whole(name),
-                self.pid("router"),
-                SETTLE_S,
-                f"the pool of {name} is whole: {self.ledger(name)}",
-            )
-        until(
-            lambda: self._foreign_segments() == set(),
-            self.pid("router"),
-            SETTLE_S,
-            f"segments of dead workers are unmapped: {self._foreign_segments()}",
-        )
-        most = max(fds for fds, _ in usage(self.pids()).values())
-        assert most < 150, usage(self.pids())
+        left = self.left_over()
+        assert not left, left
         outcomes = asyncio.run(Load(self.router, seed=9).run(_nothing, num_after=30))
         found = Counter(one.problem for one in outcomes)
         assert found == {"ok": len(outcomes)}, found

@@ -29,8 +29,9 @@ from pathlib import Path
 import attrs
 
 from pdcore.server.client import HttpClient
-from tests.chaos.parts import INSTANCES, SETTLE_S, Parts
-from tests.scenarios.processes import children, segments, wait_gone
+from tests.chaos.leaks import belonging_to
+from tests.chaos.parts import INSTANCES, WORKERS, Parts
+from tests.scenarios.processes import children
 from tests.scenarios.soak_client import GRACE_S, Outcome, ask
 
 LANES = 16
@@ -39,13 +40,6 @@ REQUEST_S = 4.0
 PAUSE_S = 0.15
 MIN_GAP_S, MAX_GAP_S = 1.0, 3.0
 MIN_STOP_S, MAX_STOP_S = 0.1, 3.0
-#: Sockets come and go with kept-alive connections: up to so many more are no leak.
-SOCKETS_MARGIN = 24
-#: Pools that start threads on demand: two for a worker's slow calls and one that copies;
-#: asyncio's default executor in the others.
-WORKER_THREADS_MARGIN = 3
-THREADS_MARGIN = (os.cpu_count() or 1) + 4
-WORKERS = tuple(f"{name} worker" for name in INSTANCES)
 #: Workers hold the blocks: they are hit twice as often.
 VICTIMS = (*WORKERS, *WORKERS, *INSTANCES, "router")
 
@@ -249,102 +243,18 @@ class Storm:
                 self._busy.add(name)
 
 
-# --- what is left over ---------------------------------------------------------------------
-
-
-def descriptors(pid: int) -> Counter[str]:
-    """Open descriptors by kind: "socket", "pipe", "segment", "file",
-    "anon_inode:[eventpoll]" and the like."""
-    found: Counter[str] = Counter()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            target = os.readlink(fd)
-            kind = "file" if target.startswith("/") else target
-            if "pdcore-kv" in target:
-                kind = "segment"
-            elif target.startswith(("socket:", "pipe:")):
-                kind = target.partition(":")[0]
-            found[kind] += 1
-    return found
-
-
-def num_threads(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
-
-
-def belonging_to(folder: Path) -> set[int]:
-    """Processes, orphans too, that were started with this run folder in their environment."""
-    mark, found = str(folder).encode(), set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environ.read_bytes():
-                found.add(int(environ.parent.name))
-    return found
-
-
-def survey(parts: Parts) -> dict[str, tuple[Counter[str], int]]:
-    """Part -> descriptors by kind, and threads. Raises OSError, IndexError while a part is
-    away."""
-    return {
-        part: (descriptors(parts.pid(part)), num_threads(parts.pid(part)))
-        for part in (*INSTANCES, *WORKERS, "router")
-    }
-
-
-def leaks(
-    parts: Parts, folder: Path, before: dict[str, tuple[Counter[str], int]], num_segments: int
-) -> list[str]:
-    """Everything that is more than it was, in words."""
-    found = []
-    known = set(parts.pids())
-    orphans = belonging_to(folder) - known - {os.getpid()}
-    found += [f"process {pid} belongs to nobody" for pid in sorted(orphans)]
-    if len(segments(known)) > num_segments:
-        found.append(f"{len(segments(known))} segments, {num_segments} at the start")
-    for part, (fds, threads) in survey(parts).items():
-        fds_before, threads_before = before[part]
-        for kind, count in fds.items():
-            margin = SOCKETS_MARGIN if kind == "socket" else 0
-            if count > fds_before[kind] + margin:
-                found.append(f"{part}: {count} {kind} descriptors, {fds_before[kind]} before")
-        margin = WORKER_THREADS_MARGIN if part in WORKERS else THREADS_MARGIN
-        if threads > threads_before + margin:
-            found.append(f"{part}: {threads} threads, {threads_before} before")
-    for name in INSTANCES:
-        if not parts.is_pool_whole(name):
-            found.append(f"{name}: blocks are not all free: {parts.ledger(name)}")
-    return found
-
-
-def left_over(
-    parts: Parts, folder: Path, before: dict[str, tuple[Counter[str], int]], num_segments: int
-) -> list[str]:
-    """What is still too much when all had time to settle."""
-    end_s = time.monotonic() + SETTLE_S
-    while True:
-        found = leaks(parts, folder, before, num_segments)
-        if not found or time.monotonic() > end_s:
-            return found
-        wait_gone([parts.pid("router")], 0.5)
-
-
 def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
     """The report, as ``--json`` prints it."""
     start_s = time.monotonic()
     parts = Parts(folder)
     try:
-        # Everything that is made on first use is there: threads, pools, connections.
-        warm = Storm(parts, seed)
-        asyncio.run(warm.run(0.0))
-        asyncio.run(warm_metrics(parts))
-        before, num_segments = survey(parts), len(segments(parts.pids()))
         storm = Storm(parts, seed)
         asyncio.run(storm.run(seconds))
-        left = left_over(parts, folder, before, num_segments)
+        left = parts.left_over()
     finally:
         gone = parts.close()
     left += [f"process {pid} did not end" for pid in gone]
-    left += [f"process {pid} outlived all" for pid in sorted(belonging_to(folder) - {os.getpid()})]
+    left += [f"process {pid} outlived all" for pid in sorted(belonging_to(folder))]
     tally = storm.tally
     return {
         "seconds": round(time.monotonic() - start_s, 1),
@@ -366,12 +276,6 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
         "violations": [*tally.examples, *left],
         "is_clean": tally.is_clean and not left,
     }
-
-
-async def warm_metrics(parts: Parts) -> None:
-    """What the checks themselves make the parts open is there before they count."""
-    for name in INSTANCES:
-        await asyncio.to_thread(parts.ledger, name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
-from tests.scenarios.processes import Cluster, segments, wait_gone
+from tests.scenarios.processes import Cluster, children, segments, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -167,18 +167,20 @@ def test_a_stopped_and_a_killed_parent(cluster: Cluster) -> None:
     expect_only(outcomes, frozenset({"ok", "lost"}))
 
 
-def test_a_killed_part_of_one_command_ends_it(cluster: Cluster) -> None:
-    """D33, D45: `pdcore up` does not restart instances: it says which one ended and exits
-    with 1, without anything left."""
-    pids = cluster.pids()
-    leader = next(pid for pid in pids if pid != cluster.pid)
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_killed_part_of_one_command_is_started_again(cluster: Cluster, index: int) -> None:
+    """D33, D45: the first and the last part of `pdcore up` (an instance, the router): it says
+    which one ended and how, starts it again at its address, serves, and leaves nothing."""
+    leader = children()[cluster.pid][index]
 
     async def kill(load: Load) -> None:
         os.kill(leader, signal.SIGKILL)
-        assert not await asyncio.to_thread(wait_gone, pids, GONE_S)
+        await asyncio.to_thread(cluster.wait_for, r"\S+ +starting again")
 
-    load = Load(cluster.origin, seed=10)
-    outcomes = asyncio.run(load.run(kill, num_after=0))
-    expect_only(outcomes, LOST | {"lost", "shutting_down", "cancelled"})
-    assert cluster.process.wait(60) == 1
-    cluster.wait_for(r"pdcore: .* ended: killed by SIGKILL")
+    outcomes = asyncio.run(Load(cluster.origin, seed=10).run(kill))
+    expect_only(outcomes, LOST | {"lost"})
+    cluster.wait_for(r"\S+ ended: killed by SIGKILL")
+    pids = cluster.pids()
+    assert len(pids) == 10
+    assert cluster.stop() == 0
+    assert not wait_gone(pids, GONE_S)

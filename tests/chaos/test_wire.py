@@ -20,7 +20,6 @@ import pytest
 import zmq
 
 from tests.chaos.parts import REQUEST_S, SILENT, Load, Parts, expect_only
-from tests.chaos.random_kills import descriptors
 from tests.property.fuzz_http import packed, requests_of, unpacked
 from tests.property.fuzz_mutations import mutated_frame, mutated_json
 from tests.property.fuzz_targets import PEER_MESSAGES, frame_of
@@ -125,7 +124,6 @@ def test_damaged_frames_on_the_control_channel(parts: Parts, part: str) -> None:
     rng = random.Random(32)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pid = parts.pid(part)
-    before = descriptors(pid)
 
     async def send(load: Load) -> None:
         frames = [frame_of(one) for one in PEER_MESSAGES]
@@ -148,9 +146,6 @@ def test_damaged_frames_on_the_control_channel(parts: Parts, part: str) -> None:
     expect_only(outcomes, OK)
     parts.expect_whole()
     assert parts.pid(part) == pid, "it lives"
-    after = descriptors(pid)
-    for kind in ("pipe", "segment", "file"):
-        assert after[kind] == before[kind], (kind, before, after)
 
 
 def test_damaged_bodies(parts: Parts) -> None:

@@ -96,23 +96,29 @@ class Mover:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._turns:
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                session = self._turns.popleft()
-                job = self._queues[session][0]
-            ended = advance(job)
-            with self._changed:
-                queue = self._queues[session]
-                if ended is not None:
-                    queue.popleft()
-                    self._ended.append(ended)
-                if queue:
-                    self._turns.append(session)
-                else:
-                    del self._queues[session]
+        while self._take_turn():
+            pass
+
+    def _take_turn(self) -> bool:
+        """Wait for a job and copy one chunk of it; False when there will be none. Names of
+        its own, so that nobody's memory stays mapped while the thread waits for the next."""
+        with self._changed:
+            while not self._turns:
+                if self._closing:
+                    return False
+                self._changed.wait()
+            session = self._turns.popleft()
+            job = self._queues[session][0]
+        ended = advance(job)
+        with self._changed:
+            queue = self._queues[session]
             if ended is not None:
-                self._ring()
+                queue.popleft()
+                self._ended.append(ended)
+            if queue:
+                self._turns.append(session)
+            else:
+                del self._queues[session]
+        if ended is not None:
+            self._ring()
+        return True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -103,6 +104,52 @@ def test_close_waits_no_longer_than_it_is_told() -> None:
     gate.set()
     assert rig.mover.close(WAIT_S)
     assert rig.wait(1) == [(1, HandleStatus.DONE)]
+
+
+class Session:
+    """Of a peer whose memory is mapped as long as this lives."""
+
+
+def keeps_nobody(kind: type[Mover]) -> None:
+    rig = Rig(kind)
+    session = Session()
+    alive = weakref.ref(session)
+    gone = threading.Event()
+    weakref.finalize(session, gone.set)
+    rig.mover.submit(rig.job(1, session, 2))
+    assert rig.wait(1) == [(1, HandleStatus.DONE)]
+    rig.log.clear()
+    del session
+    try:
+        assert gone.wait(0.5 if kind is not Mover else WAIT_S), alive()
+    finally:
+        assert rig.mover.close(WAIT_S)
+
+
+class Remembering(Mover):
+    """The mutant: one function that waits with the names of its last job."""
+
+    def _take_turn(self) -> bool:
+        with self._changed:
+            while not self._turns:
+                if self._closing:
+                    return False
+                self._changed.wait()
+            session = self._turns[0]
+        while super()._take_turn():
+            if not self._turns:
+                break
+        with self._changed:
+            self._changed.wait_for(lambda: self._turns or self._closing)
+        return session is not None
+
+
+def test_a_waiting_mover_keeps_no_peers_memory_mapped() -> None:
+    """D39: found by chaos: the segment of a dead peer stayed mapped until the next transfer
+    to another one, since the thread waited with the last job in its hands."""
+    keeps_nobody(Mover)
+    with pytest.raises(AssertionError):
+        keeps_nobody(Remembering)
 
 
 def test_an_idle_mover_has_no_thread() -> None:
