@@ -11,6 +11,7 @@ to a leg are never repeated after that: the attempt decides what happens (rule 1
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from pdcore.server.exchange import (
     ConnectionLost,
     Exchange,
     HttpError,
+    OutOfConnections,
     PoolTimeout,
     ProtocolError,
     ResponseTimeout,
@@ -39,6 +41,7 @@ __all__ = [
     "HttpClient",
     "HttpError",
     "Origin",
+    "OutOfConnections",
     "PoolTimeout",
     "ProtocolError",
     "Response",
@@ -47,6 +50,10 @@ __all__ = [
     "Timeout",
 ]
 
+#: What a connection may lack on our side: descriptors, kernel memory, a free port.
+_SHORTAGES: Final = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+)
 _METHODS: Final = frozenset({"GET", "POST", "PUT", "DELETE"})
 _TARGET: Final = re.compile(r"/[!-~]*\Z")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
@@ -238,6 +245,8 @@ class HttpClient:
             raise ConnectFailed(f"{where} did not accept a connection in {connect_s:g} s") from None
         except OSError as error:
             reason = error.strerror or str(error)
+            if error.errno in _SHORTAGES:
+                raise OutOfConnections(f"cannot open a connection to {where}: {reason}") from None
             raise ConnectFailed(f"cannot connect to {where}: {reason}") from None
         except (ValueError, OverflowError) as error:  # IDNA's UnicodeError, a NUL, a huge port
             raise ConnectFailed(f"{where!r} is no address: {error}") from None

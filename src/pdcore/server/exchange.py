@@ -37,7 +37,11 @@ class ConnectFailed(HttpError):
         super().__init__(detail, sent=False)
 
 
-class PoolTimeout(ConnectFailed):
+class OutOfConnections(ConnectFailed):
+    """For want of a connection, a descriptor or a port of ours: it says nothing of the peer."""
+
+
+class PoolTimeout(OutOfConnections):
     """Every connection to that peer stayed busy; nothing sent."""
 
 

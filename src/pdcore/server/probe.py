@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from pdcore.router.fleet import Fleet, Health, Member, Report
-from pdcore.server.client import Client, Origin, PoolTimeout, Timeout
+from pdcore.server.client import Client, Origin, OutOfConnections, Timeout
 from pdcore.server.exchange import HttpError
 from pdcore.types import Role
 
@@ -87,8 +87,8 @@ class Prober:
         try:
             response = await self._client.request("GET", origin, "/health", timeout=self._timeout)
             body = await response.read(_MAX_HEALTH_BYTES)
-        except PoolTimeout:
-            # All our connections to it are busy: that says nothing against the instance.
+        except OutOfConnections:
+            # All are busy, or we lack descriptors: that says nothing against the instance.
             return Report(member.health is Health.UP, member.detail, refused=member.refused)
         except HttpError as error:
             return Report(False, str(error), is_reached=False)

@@ -37,7 +37,7 @@ from pdcore.router.policies import ClientFields, inject
 from pdcore.router.rooms import Recorded, Recording, digest_of
 from pdcore.server import sse
 from pdcore.server.aborts import Timers, call_later
-from pdcore.server.client import Client, Origin, PoolTimeout, Response, Timeout
+from pdcore.server.client import Client, Origin, OutOfConnections, Response, Timeout
 from pdcore.server.exchange import HttpError
 from pdcore.server.http import JSON, SAMPLED, ClientGone, error_body
 from pdcore.types import Failure
@@ -267,7 +267,7 @@ class Shell:
                 code = error_code(reply.body) if reply.status >= 400 else ""
                 event = LegAnswered(session.ticket, attempt, leg, reply.status, code)
         except HttpError as error:
-            is_busy = isinstance(error, PoolTimeout)
+            is_busy = isinstance(error, OutOfConnections)
             event = LegLost(session.ticket, attempt, leg, error.sent, str(error), is_busy)
         self.event(event)
 

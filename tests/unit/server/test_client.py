@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from pdcore.server.client import (
     HttpClient,
     HttpError,
     Origin,
+    OutOfConnections,
     PoolTimeout,
     ResponseTimeout,
     Timeout,
@@ -255,6 +259,26 @@ def test_waiting_for_a_connection_is_bounded_too() -> None:
             assert caught.value.sent is False
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
+
+    run(play())
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+def test_what_we_lack_ourselves_says_nothing_of_the_peer(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router without a free descriptor took every instance for gone, and after ten probes
+    ended the streams that they were serving."""
+
+    async def play() -> None:
+        async def full(*args: Any, **more: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", full)
+        client = HttpClient()
+        with pytest.raises(OutOfConnections, match="cannot open a connection"):
+            await client.request("GET", Origin("127.0.0.1", 1), "/")
+        assert client.num_connections == 0
 
     run(play())
 

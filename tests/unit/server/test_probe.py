@@ -10,7 +10,14 @@ import pytest
 
 from pdcore.router.fleet import UNREACHABLE_AFTER, Fleet, Health, Member
 from pdcore.router.policies import parse_targets
-from pdcore.server.client import ConnectFailed, HttpError, Origin, PoolTimeout, Timeout
+from pdcore.server.client import (
+    ConnectFailed,
+    HttpError,
+    Origin,
+    OutOfConnections,
+    PoolTimeout,
+    Timeout,
+)
 from pdcore.server.exchange import DEFAULT_TIMEOUT, Exchange
 from pdcore.server.probe import Prober
 from tests.unit.server.kit import run, settle
@@ -209,14 +216,21 @@ def test_an_instance_that_stays_away_is_evicted_once_and_again_after_it_was_back
     run(play())
 
 
-def test_connections_that_are_all_busy_say_nothing_against_an_instance() -> None:
-    """2048 long streams took every connection, the probe got none, and an instance that
-    served them all was Down, after ten probes gone."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        PoolTimeout("all 2048 connections to d:3 stayed busy for 2 s"),
+        OutOfConnections("cannot open a connection to d:3: Too many open files"),
+    ],
+)
+def test_connections_that_are_all_busy_say_nothing_against_an_instance(error: HttpError) -> None:
+    """2048 long streams took every connection, or the router had no descriptor left: the
+    probe got none, and an instance that served them all was Down, after ten probes gone."""
 
     async def play() -> None:
         fleet, client, probe = prober(dict.fromkeys((1, 2, 3), (200, UP)))
         await probe.probe_all()
-        client.answers[3] = PoolTimeout("all 2048 connections to d:3 stayed busy for 2 s")
+        client.answers[3] = error
         for _ in range(2 * UNREACHABLE_AFTER):
             await probe.probe_all()
         assert fleet.decodes[0].health is Health.UP
