@@ -85,7 +85,11 @@ RECEIVER = Lifecycle(
         *(Row(s, "status_received", s, ("record_done",), "is_done_of_grant") for s in _OPEN),
         Row(S.TRANSFERRING, "status_received", S.TRANSFERRING, ("record_news",), "is_news"),
         *(Row(s, "status_received", s, ("acknowledge",)) for s in S),
-        *(Row(s, "cancel_acked", s, ("record_ack",), "is_own_lease") for s in (*_OPEN, S.FAILED)),
+        # Cancels are sent from Draining on.
+        *(
+            Row(s, "cancel_acked", s, ("record_ack",), "is_own_lease")
+            for s in (S.DRAINING, S.FAILED)
+        ),
         *(Row(s, "writer_fenced", s, ("record_fenced",)) for s in (*_OPEN, S.FAILED)),
         Row(S.DRAINING, "lease_revoked", S.DRAINING, ("record_revoked",), "is_this_lease"),
         *(Row(s, "failed_locally", s, ("record_failure",), "has_no_failure") for s in _LIVE),

@@ -14,14 +14,14 @@ from pdcore.fsm.effects import (
     ReleaseLease,
     RevokeLease,
 )
-from pdcore.fsm.events import Event, LeaseRevoked, TopologyFetched
+from pdcore.fsm.events import Event, LeaseRevoked, StepCompleted, TopologyFetched
 from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.decode_rooms import DecodeRecord
 from pdcore.sim.actors import NOW, Actor, ActorEvent, Offer, common_key, make_blocks
-from pdcore.sim.places import Place, Shape, route_to, setup_of
-from pdcore.types import Failure
+from pdcore.sim.places import TOKEN, Place, Shape, route_to, setup_of
+from pdcore.types import Batch, Failure, StepOutput
 
 #: Asking again cannot help: whoever waits for this route fails.
 _REFUSED: Final = Failure("incompatible", "", 409)
@@ -31,13 +31,15 @@ _PINNED: Final = (ReceiverState.TRANSFERRING, ReceiverState.DRAINING)
 
 class DecodeActor(Actor):
     """Events beyond the common ones: ``submit``, ``route`` (the answer of a bootstrap server,
-    by the lives that it names; none: refused), ``look`` (a second of quarantine passes)."""
+    by the lives that it names; none: refused), ``look`` (a second of quarantine passes),
+    ``step`` and ``stepped`` (a decode step begins and ends)."""
 
-    __slots__ = ("_core", "fetching", "looks", "open_leases")
+    __slots__ = ("_core", "batch", "fetching", "looks", "open_leases")
 
     def __init__(self, place: Place, life: int, shape: Shape) -> None:
         super().__init__(place, life, shape)
         self._core = DecodeCore(setup_of(place, life, shape), make_blocks(place, life, shape))
+        self.batch: Batch | None = None
         #: Bootstrap addresses being asked.
         self.fetching: dict[str, None] = {}
         #: Leases that the transport accepts writes for.
@@ -62,6 +64,13 @@ class DecodeActor(Actor):
             case ("timer", "topology", str() as bootstrap):
                 core.prealloc.topologies.lookup(bootstrap, NOW).retry_s = NOW
                 self._go_off("topology", bootstrap)
+            case ("step",):
+                self.batch = core.schedule(NOW)
+            case ("stepped",):
+                batch, self.batch = self.batch, None
+                assert batch is not None
+                output = StepOutput([[TOKEN] for _ in batch.sample])
+                core.handle_event(StepCompleted(batch.batch_id, output), NOW)
             case ("look",):
                 self.looks += 1
                 core.rooms.timers.disarm("quarantine", "clock")
@@ -100,6 +109,10 @@ class DecodeActor(Actor):
             if rooms.timers.is_armed("topology", bootstrap):
                 timer: ActorEvent = ("timer", "topology", bootstrap)
                 yield Offer(timer, f"{bootstrap} may be asked again", False)
+        if self.batch is not None:
+            yield Offer(("stepped",), "a decode step ends", False)
+        elif len(self._core.running):
+            yield Offer(("step",), "a decode step begins", False)
         if rooms.timers.is_armed("quarantine", "clock"):
             yield Offer(("look",), "a second of quarantine passes", False, ("landed", self.aged()))
 
@@ -144,6 +157,8 @@ class DecodeActor(Actor):
             tuple(self.fetching),
             tuple(sorted(self.open_leases)),
             core.rooms.timers.is_armed("quarantine", "clock"),
+            len(core.running),
+            self.batch is not None,
             core.rooms.slots.available,
             core.rooms.slots.num_quarantined,
         )
@@ -157,6 +172,7 @@ class DecodeActor(Actor):
             record.is_stuck,
             record.seq.seq_id in self._core.blocks,
             record.slot is not None,
+            record.seq.num_output_tokens,
         )
 
 

@@ -30,10 +30,9 @@ from pdcore.sim.actors import (
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.firing import ROWS
 from pdcore.sim.packets import describe
-from pdcore.sim.places import DECODE_INSTANCE, Place, Shape
+from pdcore.sim.places import Place, Shape
 from pdcore.sim.prefill_actor import PrefillActor
 
-DECODE: Final = Place("decode", True, DECODE_INSTANCE)
 #: Ticks until a core must have come to rest.
 MAX_TICKS: Final = 50
 
@@ -157,7 +156,7 @@ class Book:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.places: tuple[Place, ...] = (*rules.shape.prefill, DECODE)
+        self.places: tuple[Place, ...] = (*rules.shape.prefill, *rules.shape.decode)
         self.log = ROWS
         self.outputs: dict[Output, int] = {}
         self.packets: list[Packet | None] = []

@@ -32,6 +32,10 @@ _TWO: Final = (
     Place("prefill0", False, "prefill", 0, 2),
     Place("prefill1", False, "prefill", 1, 2),
 )
+_LEGS: Final = (
+    Place("decode0", True, "decode", 0, 2),
+    Place("decode1", True, "decode", 1, 2),
+)
 _OTHER: Final = (*_ONE, Place("other0", False, "other"))
 _FIRST: Final = Dispatch(RoomKey(1, 1), "prefill")
 _AGAIN: Final = Dispatch(RoomKey(1, 2), "prefill", replaces=1)
@@ -56,12 +60,13 @@ def _watch() -> AbstractContextManager[None]:
 
 def _pair(name: str, covers: str, rules: Rules, *catches: str) -> Configuration:
     shape = rules.shape
-    places = {place.name for place in shape.prefill} | {"decode"}
+    places = {place.name for place in (*shape.prefill, *shape.decode)}
     bounds: dict[str, int | str] = {
         "prefill_ranks": len(shape.prefill),
-        "decode_ranks": 1,
+        "decode_ranks": len(shape.decode),
         "dispatches": len(shape.dispatches),
         "chunks": shape.num_chunks,
+        "output_tokens": shape.num_outputs,
         "decode_rooms": shape.decode_rooms,
         "entities_per_dispatch": shape.num_entities,
         "lives_per_place": 2 if rules.crashes else 1,
@@ -163,6 +168,16 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         ),
     ),
     _pair(
+        "two-legs",
+        "one prefill rank writes to two decode ranks",
+        Rules(Shape(_ONE, (_FIRST,), decode=_LEGS), _kinds("abort@decode0"), is_tick_eager=True),
+    ),
+    _pair(
+        "running",
+        "the request runs at decode while late messages about its transfer come",
+        Rules(Shape(_ONE, (_FIRST,), num_outputs=2), _kinds("abort")),
+    ),
+    _pair(
         "prefill-forgets",
         "prefill forgets what ended, tombstones and parked handshakes; its dispatch comes twice",
         Rules(
@@ -181,7 +196,6 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
             Shape(_ONE, (_FIRST,), num_entities=2),
             _kinds("abort forget@decode evict@decode"),
             fair_deadlines=_kinds("prefill0 decode"),
-            is_tick_eager=True,
             duplicates=_kinds("decode"),
         ),
         "claim-without-lease",

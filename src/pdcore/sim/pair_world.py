@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from pdcore.sim.actors import Connected, Offer, Write
 from pdcore.sim.explore import Move
-from pdcore.sim.pair_book import DECODE, Book, Local, Outlive, Step
+from pdcore.sim.pair_book import Book, Local, Outlive, Step
 from pdcore.sim.places import life_of
 
 #: (local state per place..., messages, writes of nobody, what is still to come): numbers.
@@ -192,7 +192,7 @@ class PairWorld:
         self.lives = Lives(book, self.agenda)
         self.count = len(book.places)
         self.net, self.late, self.todo = self.count, self.count + 1, self.count + 2
-        self.decode_slot = self.count - 1
+        self.decode_slots = tuple(s for s, p in enumerate(book.places) if p.is_decode)
 
     def initial(self) -> State:
         born = [self.book.born(slot, 0).number for slot in range(self.count)]
@@ -224,7 +224,7 @@ class PairWorld:
 
     def _stepped(self, state: State, slot: int, step: Step, late: int, todo: int) -> State:
         """The state after a step at one place."""
-        if slot == self.decode_slot:
+        if self.book.places[slot].is_decode:
             for index in self.book.locals[step.target].actor_facts.failed:
                 todo |= self.agenda.failed(index)
         net = state[self.net] | step.emits
@@ -272,7 +272,7 @@ class PairWorld:
                 else:
                     return
             case ("abort", int() as index):
-                is_decode = slot == self.decode_slot
+                is_decode = self.book.places[slot].is_decode
                 is_cancel = self.agenda.is_cancelled(todo, index, is_decode=is_decode)
                 if not is_cancel and not self.book.allows("abort", self.book.places[slot]):
                     return
@@ -301,8 +301,11 @@ class PairWorld:
             yield Move(step.label, is_fault, new, step.rows)
 
     def _lives(self, state: State, incarnation: bytes) -> bool:
-        facts = self.book.locals[state[self.decode_slot]].actor_facts
-        return not facts.is_dead and incarnation == DECODE.ref(facts.life).incarnation
+        for slot in self.decode_slots:
+            facts = self.book.locals[state[slot]].actor_facts
+            if self.book.places[slot].ref(facts.life).incarnation == incarnation:
+                return not facts.is_dead
+        return False
 
     def _registered(self, state: State, bootstrap: str) -> tuple[int, ...]:
         """Lives that the bootstrap server names: the last that started, dead or not."""
@@ -327,18 +330,19 @@ class PairWorld:
             flying |= local.writes
         if not flying:
             return
-        decode = book.locals[state[self.decode_slot]].actor_facts
-        mine = DECODE.ref(decode.life).incarnation
-        for write, bit in book.writes.items():
-            if not flying >> bit & 1 or write.target != mine or decode.is_dead:
-                continue  # memory of a dead life belongs to nobody
-            if self.rules.shape.is_enforced and write.lease not in decode.open_leases:
-                continue  # its target drops it
-            if write.lease not in decode.pinned:
-                yield (
-                    f"{life_of(write.source)} may still write under lease {write.lease} of "
-                    f"{life_of(write.target)}, and its blocks are not kept for it any more"
-                )
+        for slot in self.decode_slots:
+            facts = book.locals[state[slot]].actor_facts
+            mine = book.places[slot].ref(facts.life).incarnation
+            for write, bit in book.writes.items():
+                if not flying >> bit & 1 or write.target != mine or facts.is_dead:
+                    continue  # memory of a dead life belongs to nobody
+                if self.rules.shape.is_enforced and write.lease not in facts.open_leases:
+                    continue  # its target drops it
+                if write.lease not in facts.pinned:
+                    yield (
+                        f"{life_of(write.source)} may still write under lease {write.lease} of "
+                        f"{life_of(write.target)}, and its blocks are not kept for it any more"
+                    )
 
     def is_goal(self, state: State) -> bool:
         if state[self.late] or state[self.todo] & self.agenda.arrivals:

@@ -23,7 +23,7 @@ from pdcore.types import GenerateRequest, Incarnation, PeerRef, RoomKey, Samplin
 #: Tokens of a block, and of one forward pass.
 BLOCK: Final = 4
 MAX_MODEL_LEN: Final = 64
-#: The first token every prefill samples; max_tokens is 1, so it is also the last.
+#: Every token that is sampled.
 TOKEN: Final = 7
 DECODE_INSTANCE: Final = "decode"
 
@@ -63,6 +63,10 @@ class Dispatch:
     replaces: int | None = None
 
 
+#: The one decode rank of most worlds.
+DECODE: Final = Place("decode", True, DECODE_INSTANCE)
+
+
 @attrs.frozen
 class Shape:
     """Sizes of a world: what makes it finite."""
@@ -70,6 +74,9 @@ class Shape:
     prefill: tuple[Place, ...]
     dispatches: tuple[Dispatch, ...]
     num_chunks: int = 1
+    decode: tuple[Place, ...] = (DECODE,)
+    #: Output tokens; the first comes from prefill, so 1 is over when its KV has come.
+    num_outputs: int = 1
     #: Requests that the decode pool and its metadata slots have room for.
     decode_rooms: int = 2
     prefill_rooms: int = 2
@@ -88,7 +95,7 @@ class Shape:
             key=dispatch.key,
             request_id=f"request {dispatch.key.room}",
             prompt_token_ids=tuple(range(10, 10 + self.num_tokens)),
-            sampling=SamplingParams(max_tokens=1),
+            sampling=SamplingParams(max_tokens=self.num_outputs),
             expires_at_s=1e9,
             remaining_s=60.0,
             bootstrap=f"{dispatch.prefill}-bootstrap:1",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pdcore.sim.actors import is_at_rest
 from pdcore.sim.decode_actor import DecodeActor
-from pdcore.sim.pair_book import DECODE
-from pdcore.sim.places import Dispatch, Place, Shape
+from pdcore.sim.places import DECODE, Dispatch, Place, Shape
 from pdcore.types import RoomKey
 
 PREFILL = Place("prefill0", False, "prefill")

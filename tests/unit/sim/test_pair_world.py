@@ -94,7 +94,7 @@ def test_a_write_under_a_lease_that_is_not_pinned_is_the_corruption() -> None:
     pair = world("abort")
     state = go(pair, *WRITING)
     assert list(pair.problems(state)) == []
-    empty = pair.book.born(pair.decode_slot, 0).number
+    empty = pair.book.born(1, 0).number
     (problem,) = pair.problems((state[0], empty, *state[2:]))
     assert "may still write under lease 1 of decode.0" in problem
 
