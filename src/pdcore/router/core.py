@@ -156,7 +156,7 @@ class RouterCore:
                 why = RouterFailure(late(live, now_s))
                 self._apply(live, live.routed.deadline_expired(why), now_s)
             elif live.routed.state is RoutedState.RETRYING and now_s >= live.recovery.retry_at_s:
-                self._redispatch(live, pair_after_pause(self.fleet, live), now_s)
+                self._redispatch(live, pair_after_pause(self.fleet, live, now_s), now_s)
         gone = {m.target for _, m in self.fleet.members() if m.stays_unreachable}
         self._effects.extend(self._outbox.due(now_s, gone))
 

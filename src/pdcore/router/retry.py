@@ -133,9 +133,12 @@ def _fit_for_retry(fleet: Fleet, live: Live) -> tuple[list[Member], list[Member]
 Pair = tuple[Member | None, Member]
 
 
-def pair_after_pause(fleet: Fleet, live: Live) -> Pair | None:
+def pair_after_pause(fleet: Fleet, live: Live, now_s: float) -> Pair | None:
     """The pair for the attempt that a back-off was before. None: nobody is up any more but
-    those that lost the last one."""
+    those that lost the last one, or the pause was longer than planned (a stopped router) and
+    the deadline is over."""
+    if now_s >= live.budget.deadline_s:
+        return None
     prefills, decodes = _fit_for_retry(fleet, live)
     recovery = live.recovery
     if recovery.is_local:

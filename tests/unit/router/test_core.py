@@ -589,6 +589,15 @@ def test_the_third_attempt_waits_and_there_is_no_fourth() -> None:
     assert router.of(Answer) == [Answer(ticket, third.attempt, router.of(Answer)[0].failure, D)]
 
 
+def test_a_pause_that_lasts_beyond_the_deadline_ends_in_the_loss() -> None:
+    """A stopped router goes on after the deadline: no attempt goes out that has no time."""
+    router, ticket, (_, second) = third_attempt()
+    router.at(12.0)
+    assert len(router.of(Dispatch)) == 2
+    (answer,) = router.of(Answer)
+    assert (answer.ticket, answer.attempt, answer.leg) == (ticket, second.attempt, D)
+
+
 def test_events_of_the_lost_attempt_change_nothing_during_the_pause() -> None:
     router, ticket, (_, second) = third_attempt()
     before = list(router.effects)

@@ -150,7 +150,7 @@ def test_who_lost_an_attempt_is_taken_again_only_where_nobody_else_is_left() -> 
     assert second.pair[0] is p2
     live.recovery.lose_attempt([p1], why, 0.0)
     fleet.mark_down(p2, "gone")
-    back = pair_after_pause(fleet, live)
+    back = pair_after_pause(fleet, live, 0.0)
     assert back is not None
     assert back[0] is p0
     fleet.mark_down(p0, "gone")
