@@ -229,7 +229,8 @@ class RouterCore:
     def _retry(self, live: Live, event: LegAnswered | LegLost, why: Fallback, now_s: float) -> bool:
         """Another attempt on other instances, if one is allowed and would help."""
         routed = live.routed
-        loss = loss_of(event, is_prefill_evicted=bool(live.recovery.evicted))
+        evicted, is_again = bool(live.recovery.evicted), len(routed.attempts) > 1
+        loss = loss_of(event, is_prefill_evicted=evicted, is_again=is_again)
         plan = plan_retry(self.fleet, live, loss, self.limits, now_s)
         if plan is None or event.attempt != routed.attempt:
             return False

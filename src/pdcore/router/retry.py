@@ -54,11 +54,16 @@ _BY_CODE: Final = {
 PREFILL_EVICTED: Final = Loss((_P,), True)
 
 
-def loss_of(event: LegAnswered | LegLost, *, is_prefill_evicted: bool = False) -> Loss | None:
+def loss_of(
+    event: LegAnswered | LegLost, *, is_prefill_evicted: bool = False, is_again: bool = False
+) -> Loss | None:
     """None: another attempt would not help, or nothing is lost. ``is_prefill_evicted``: decode
     was asked to give up unless it has its KV, so that its ``cancelled`` means that it has not.
+    ``is_again``: it is not the first attempt.
     """
     own = frozenset({event.leg})
+    if is_again and _is_room_in_use(event):
+        return Loss((own,))
     if isinstance(event, LegLost):
         # A broken connection to prefill is no failure of prefill: decode decides (Q5 UNK).
         return None if event.sent and event.leg is Leg.PREFILL else Loss((own,))
@@ -69,6 +74,12 @@ def loss_of(event: LegAnswered | LegLost, *, is_prefill_evicted: bool = False) -
     if event.status not in (502, 503):
         return None
     return _BY_CODE.get(event.code, Loss((_D,)) if event.status == 503 else None)
+
+
+def _is_room_in_use(event: LegAnswered | LegLost) -> bool:
+    """Said to another attempt of ours, it means one before the last, which that leg has not
+    ended yet: ``replaces`` names the last one only. Its client knows of no attempts."""
+    return isinstance(event, LegAnswered) and event.code == "room_in_use"
 
 
 def needed_cancels(event: LegAnswered | LegLost, effects: Iterable[Effect]) -> list[Effect]:
@@ -212,6 +223,12 @@ def fallback_of(live: Live, event: LegAnswered | LegLost) -> Fallback:
         return Fallback(why, event.attempt, None)
     if live.recovery.evicted and event.leg is Leg.DECODE and event.code == "cancelled":
         why = failure("unavailable", f"the prefill instance is gone: {live.recovery.evicted}")
+        return Fallback(why, event.attempt, None)
+    if len(live.routed.attempts) > 1 and _is_room_in_use(event):
+        why = failure(
+            "unavailable",
+            f"the {event.leg.value} instance still ends an earlier attempt; try again",
+        )
         return Fallback(why, event.attempt, None)
     why = Failure("leg_answered", f"{event.leg.value} answered", event.status)
     return Fallback(why, event.attempt, event.leg)

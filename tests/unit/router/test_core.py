@@ -589,6 +589,39 @@ def test_the_third_attempt_waits_and_there_is_no_fourth() -> None:
     assert router.of(Answer) == [Answer(ticket, third.attempt, router.of(Answer)[0].failure, D)]
 
 
+@pytest.mark.parametrize("leg", [P, D])
+@pytest.mark.parametrize("max_attempts", [3, 4])
+def test_an_attempt_that_meets_one_of_ours_is_no_conflict_of_the_clients(
+    leg: Leg, max_attempts: int
+) -> None:
+    """The third attempt is back at the instance of the first one, which has not ended it yet:
+    replaces names the second. The client would have been told to choose another room."""
+    router = Router(num_prefill=2, num_decode=2, max_attempts=max_attempts)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 502, "transfer_failed"))
+    second = router.of(Dispatch)[-1]
+    router.event(LegAnswered(ticket, second.attempt, D, 502, "transfer_failed"))
+    router.at(1.0)
+    third = router.of(Dispatch)[-1]
+    assert third.prefill is first.prefill
+    router.event(LegAnswered(ticket, third.attempt, leg, 409, "room_in_use"))
+    if max_attempts == 4:
+        router.at(3.0)
+        assert len(router.of(Dispatch)) == 4
+        return
+    (answer,) = router.of(Answer)
+    assert (answer.failure.http_status, answer.leg) == (503, None)
+    assert "still ends an earlier attempt" in answer.failure.detail
+
+
+def test_a_room_that_is_in_use_at_the_first_attempt_is_the_clients_conflict() -> None:
+    """By another router, perhaps."""
+    router = Router(num_prefill=2, num_decode=2)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, P, 409, "room_in_use"))
+    assert router.of(Answer)[0].failure.http_status == 409
+
+
 def test_a_pause_that_lasts_beyond_the_deadline_ends_in_the_loss() -> None:
     """A stopped router goes on after the deadline: no attempt goes out that has no time."""
     router, ticket, (_, second) = third_attempt()

@@ -154,7 +154,7 @@ def test_who_lost_an_attempt_is_taken_again_only_where_nobody_else_is_left() -> 
     assert back is not None
     assert back[0] is p0
     fleet.mark_down(p0, "gone")
-    assert pair_after_pause(fleet, live) is None
+    assert pair_after_pause(fleet, live, 0.0) is None
 
 
 def test_a_retry_goes_where_the_clients_wishes_can_be_met_and_raises_for_none() -> None:
