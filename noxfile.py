@@ -104,6 +104,18 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def verify(session: nox.Session) -> None:
+    """Every state of the small worlds, and every known-bad variant, each of which must be
+    caught; about five minutes on an idle core."""
+    install(session, "-e", ".[testing]")
+    with tempfile.TemporaryDirectory() as folder:
+        lifecycles = ("pdcore", "verify", "lifecycles", "--save", folder)
+        session.run(*lifecycles, *session.posargs, env=KEEP_BYTECODE)
+        if not session.posargs:
+            session.run(*lifecycles, "--mutant", "all", env=KEEP_BYTECODE)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     install(session, "ruff")
