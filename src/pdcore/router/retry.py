@@ -225,10 +225,8 @@ def fallback_of(live: Live, event: LegAnswered | LegLost) -> Fallback:
         why = failure("unavailable", f"the prefill instance is gone: {live.recovery.evicted}")
         return Fallback(why, event.attempt, None)
     if len(live.routed.attempts) > 1 and _is_room_in_use(event):
-        why = failure(
-            "unavailable",
-            f"the {event.leg.value} instance still ends an earlier attempt; try again",
-        )
+        where = f"the {event.leg.value} instance"
+        why = failure("unavailable", f"{where} still ends an earlier attempt of this request")
         return Fallback(why, event.attempt, None)
     why = Failure("leg_answered", f"{event.leg.value} answered", event.status)
     return Fallback(why, event.attempt, event.leg)

@@ -37,7 +37,14 @@ from pdcore.router.policies import ClientFields, inject
 from pdcore.router.rooms import Recorded, Recording, digest_of
 from pdcore.server import sse
 from pdcore.server.aborts import Timers, call_later
-from pdcore.server.client import Client, Origin, OutOfConnections, Response, Timeout
+from pdcore.server.client import (
+    Client,
+    Origin,
+    OutOfConnections,
+    Response,
+    ResponseTooLarge,
+    Timeout,
+)
 from pdcore.server.exchange import HttpError
 from pdcore.server.http import JSON, SAMPLED, ClientGone, error_body
 from pdcore.types import Failure
@@ -266,6 +273,12 @@ class Shell:
                 session.replies[attempt, leg] = reply
                 code = error_code(reply.body) if reply.status >= 400 else ""
                 event = LegAnswered(session.ticket, attempt, leg, reply.status, code)
+        except ResponseTooLarge as error:
+            # It would be as large from any instance: answered, not lost.
+            reply = _unusable(f"{leg.value} instance {member.target.netloc}: {error}")
+            session.replies[attempt, leg] = reply
+            code = error_code(reply.body)
+            event = LegAnswered(session.ticket, attempt, leg, reply.status, code)
         except HttpError as error:
             is_busy = isinstance(error, OutOfConnections)
             event = LegLost(session.ticket, attempt, leg, error.sent, str(error), is_busy)
@@ -364,6 +377,9 @@ def _checked(leg: Leg, member: Member, reply: LegReply) -> LegReply:
     """R32: decode's 200 must be a JSON object; anything else is its fault, 502."""
     if leg is Leg.PREFILL or reply.status != 200 or reply.body[:1] == b"{":
         return reply
-    where = member.target.netloc
-    why = failure("incompatible", f"decode instance {where} answered 200 without a JSON object")
+    return _unusable(f"decode instance {member.target.netloc} answered 200 without a JSON object")
+
+
+def _unusable(detail: str) -> LegReply:
+    why = failure("incompatible", detail)
     return LegReply(why.http_status, JSON, None, error_body(why))

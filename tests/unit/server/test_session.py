@@ -213,6 +213,25 @@ def test_a_refused_decode_goes_to_the_other_one() -> None:
     run(play())
 
 
+def test_an_answer_that_is_too_large_is_not_asked_for_again() -> None:
+    """It repeats anywhere: each of three instances computed it, and none was at fault."""
+
+    async def play() -> None:
+        scene = Scene(num_decode=2)
+        session = await scene.open()
+        (name,) = [one for one in scene.upstream.exchanges if one.startswith("d")]
+        scene.upstream.reply(name, 200, b"{" + b" " * (1 << 20))
+        decision = await session.decided
+        assert decision.reply is not None
+        assert decision.reply.status == 502
+        assert b"exceeds 1048576 bytes" in decision.reply.body
+        assert scene.core.counters["retried"] == 0
+        scene.shell.close(session)
+        await scene.shell.aclose()
+
+    run(play())
+
+
 def test_a_leg_without_a_free_connection_is_not_one_that_is_down() -> None:
     async def play() -> None:
         scene = Scene(num_decode=2)
