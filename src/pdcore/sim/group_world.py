@@ -12,6 +12,9 @@ reaches each rank later, and local events happen in between, as with a real coll
 Reduction: the two pairs are interchangeable, so a state and the one with the pairs swapped
 are one state; "rank 0" in a trace means the first pair of the state before that move.
 
+For liveness a message that was sent is counted on to arrive in the end; that it is also sent
+again until then is what the pair worlds check, with the same entities.
+
 Taken as given: a process of a group that dies takes the group with it (a tick needs all
 ranks); the pair worlds cover deaths. Nothing is forgotten here; they cover that, too.
 """

@@ -123,6 +123,13 @@ OTHER_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         max_faults=3,
         faults=LOSSES,
     ),
+    _router(
+        "router-local",
+        "a lost prefill is made good by a decode that computes the prompt itself",
+        max_attempts=2,
+        max_faults=2,
+        on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL,
+    ),
     configuration(
         "routed-alone",
         "the table of a routed request: any event, any attempt, any order",
