@@ -103,7 +103,10 @@ def rank_unrest(rank: SimRank) -> Iterator[str]:
 
 
 async def not_ready(cluster: Cluster) -> bool:
-    """Whether any instance, or what the router knows of it, is still coming back."""
+    """Whether any instance, or what the router knows of it, is still coming back, or what a
+    proxy repeated still waits there for its end."""
+    if cluster.client.tasks:
+        return True
     for instance in cluster.instances.values():
         leader = instance.leader
         if leader is None or instance.rank is None or leader.dispatcher.workers.problems():

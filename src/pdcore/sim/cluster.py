@@ -25,6 +25,10 @@ HOST: Final = "127.0.0.1"
 ROUTER: Final = Origin(HOST, 8000)
 GRACE_S: Final = 2.0
 PROBE_S: Final = 1.0
+#: Writes that outlive their handle or their process land within this, in seconds.
+MAX_LATE_S: Final = 1.5
+#: One chunk of a write.
+MAX_STEP_S: Final = 0.0004
 
 
 class SimRouter:
@@ -93,6 +97,8 @@ class Cluster:
         self._fabric_call: asyncio.TimerHandle | None = None
         #: Writes are slower by this factor while a fault says so.
         self.slowness = 1.0
+        #: When late writes go on, by sender and handle.
+        self._late: dict[tuple[Incarnation, int], float] = {}
         #: Called with every write that moved or landed, before anybody else can run.
         self.on_write: Callable[[Action], None] = _unwatched
 
@@ -124,7 +130,11 @@ class Cluster:
     def _on_stepped(self, rank: SimRank) -> None:
         self.lives[rank.incarnation] = rank
         self.arm_network()
-        if self._fabric_call is None and self.site.fabric.pending():
+        call = self._fabric_call
+        if call is not None and call.when() > self.site.loop.time() + MAX_STEP_S * self.slowness:
+            call.cancel()  # it waits for a late write only
+            call = None
+        if call is None and self.site.fabric.pending():
             self._arm_fabric()
 
     def arm_network(self) -> None:
@@ -149,22 +159,46 @@ class Cluster:
         self.arm_network()
 
     def _arm_fabric(self) -> None:
-        delay_s = self.slowness * (0.00005 + self.site.rng.random() * 0.0003)
+        delay_s = self.slowness * self.site.rng.random() * MAX_STEP_S
         self._fabric_call = self.site.later(delay_s, self._move)
 
     def _move(self) -> None:
         """One chunk of one transfer moves; whoever may care looks."""
         self._fabric_call = None
-        action = self.site.fabric.step(self.site.rng.getrandbits(30))
-        if action is None:
+        fabric, now_s = self.site.fabric, self.site.loop.time()
+        may_move: list[int] = []
+        first_s = float("inf")
+        for index, action in enumerate(fabric.pending()):
+            due_s = self._lands_s(action) if action.kind == "land" else now_s
+            if due_s <= now_s:
+                may_move.append(index)
+            first_s = min(first_s, due_s)
+        if not may_move:
+            if first_s < float("inf"):
+                self._fabric_call = self.site.later(first_s - now_s, self._move)
             return
+        moved = fabric.step(self.site.rng.choice(may_move))
+        assert moved is not None
+        self._tell(moved)
+        self._arm_fabric()
+
+    def _lands_s(self, action: Action) -> float:
+        """When a write that outlived its handle may go on landing: at once, or much later."""
+        key = action.sender, action.handle
+        due_s = self._late.get(key)
+        if due_s is None:
+            rng = self.site.rng
+            delay_s = rng.random() * MAX_LATE_S if rng.random() < 0.7 else 0.0
+            due_s = self._late[key] = self.site.loop.time() + delay_s
+        return due_s
+
+    def _tell(self, action: Action) -> None:
         self.site.trace(action.kind, f"{action.handle} {action.receiver.hex()[:8]}")
         self.on_write(action)
         for incarnation in (action.sender, action.receiver):
             rank = self.lives.get(incarnation)
             if rank is not None and rank.transport.has_events and not rank.process.is_dead:
                 rank.wake()
-        self._arm_fabric()
 
 
 def make_seats(site: Site) -> list[Seat]:

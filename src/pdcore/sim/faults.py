@@ -13,10 +13,13 @@ from typing import Final
 
 import attrs
 
+from pdcore.control.bootstrap_client import split_host_port
 from pdcore.control.memory import FaultPlan
+from pdcore.server.client import HttpError, Origin, Timeout
 from pdcore.sim.cluster import Cluster
 from pdcore.sim.plan import Fault
 from pdcore.sim.site import CALM
+from pdcore.sim.wire import WireClient
 
 Undo = Callable[[], None]
 
@@ -155,6 +158,55 @@ def _pause_router(cluster: Cluster, fault: Fault) -> Undo:
     return lambda: loop.resume_process(process)
 
 
+def _abort_leg(cluster: Cluster, fault: Fault) -> None:
+    """Somebody ends what an instance runs, or some of it, without telling the other."""
+    leader, rank = cluster.instances[fault.target].leader, cluster.rank(fault.target)
+    if leader is None or rank is None:
+        return
+    for key in rank.core.live_keys():
+        if (key.attempt % 97) / 97 <= fault.amount:
+            context = leader.process.context
+            cluster.site.loop.call_soon(leader.dispatcher.abort, key, "aborted", context=context)
+
+
+def _isolate(cluster: Cluster, fault: Fault) -> Undo:
+    """A prefill instance hears nobody. Meanwhile decode gives up what it waits for, forgets
+    it, and is sent the same once more, as by a proxy that repeats itself; then prefill is
+    heard again, and hears of its own cancels last."""
+    site = cluster.site
+    name, other = sorted((fault.target, fault.other), reverse=True)  # p.., d..
+    ends = [rank.channel.memory_address for n in (name, other) if (rank := cluster.rank(n))]
+    if len(ends) == 2:
+        site.network.partition(*ends)
+    site.wire.cut("router", name)
+    _abort_leg(cluster, attrs.evolve(fault, target=other, amount=1.0))
+    origin = Origin(*split_host_port(cluster.instances[other].seat.http))
+    posts = list(site.wire.posts.get(origin, ()))
+
+    async def repeat(path: str, body: bytes) -> None:
+        client = WireClient(site.wire, cluster.client)
+        timeout = Timeout(1.0, None, 10.0)
+        try:
+            response = await client.request("POST", origin, path, body, timeout=timeout)
+            await response.read()
+        except HttpError:
+            return  # nobody waits for it
+
+    def again() -> None:
+        for path, body in posts:
+            if path != "/cancel":
+                site.loop.create_task(repeat(path, body), context=cluster.client.context)
+
+    site.later(site.limits.linger_s + 0.1, again)
+    site.later(site.limits.linger_s + 0.2 + fault.amount * 0.3, site.network.heal)
+
+    def undo() -> None:
+        site.network.heal()
+        site.wire.heal("router", name)
+
+    return undo
+
+
 # --- memory, writes and load ---------------------------------------------------------------
 
 
@@ -195,6 +247,8 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
     "pause_worker": partial(_pause, "worker"),
     "pause_leader": partial(_pause, "leader"),
     "pause_router": _pause_router,
+    "abort_leg": _abort_leg,
+    "isolate": _isolate,
     "exhaust": _requests,
     "fail_write": _fail_write,
     "slow_writes": _slow_writes,
@@ -202,5 +256,5 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
 }
 #: Kinds whose duration an answer may have to wait for.
 STANDING_STILL: Final = frozenset(
-    {"partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}
+    {"isolate", "partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}
 )

@@ -88,7 +88,7 @@ class SimLeader:
             self.link,
             WorkerRegistry(1, 1, health_timeout_s=20.0),
             clock=self._clock,
-            limits=DispatcherLimits(clock_skew_s=1.0, history_cap=256, history_ttl_s=20.0),
+            limits=DispatcherLimits(clock_skew_s=1.0, history_cap=4, history_ttl_s=0.3),
         )
         self.link.deliver = self._on_message
         self.process.context.run(self._start)

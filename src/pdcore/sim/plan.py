@@ -48,9 +48,11 @@ FAULT_KINDS: Final[Mapping[str, int]] = {
     "slow_writes": 3,
     "flood": 2,
     "exhaust": 3,
+    "abort_leg": 5,
+    "isolate": 4,
 }
 #: Chance that a client leaves before its answer.
-LEAVES: Final = 0.08
+LEAVES: Final = 0.12
 
 
 @attrs.frozen
@@ -174,9 +176,11 @@ def _request(rng: random.Random, number: int) -> Request:
         prompt=tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, PROMPT))),
         max_tokens=rng.randint(1, 8),
         is_streamed=number % 2 == 0,
-        timeout_s=rng.choice((1.0, 4.0, 8.0, 8.0)),
+        timeout_s=rng.choice((0.05, 1.0, 4.0, 8.0, 8.0, 8.0)),
         seed=rng.randrange(1 << 30) if rng.random() < 0.3 else None,
-        leaves_after_s=rng.random() * 0.3 if rng.random() < LEAVES else None,
+        leaves_after_s=rng.random() * rng.choice((0.06, 0.06, 0.3))
+        if rng.random() < LEAVES
+        else None,
     )
 
 
@@ -195,12 +199,14 @@ def _fault(rng: random.Random, number: int, kind: str, options: WorldOptions) ->
     prefills, decodes = names(options)
     target = rng.choice(prefills + decodes)
     other = rng.choice(decodes if target in prefills else prefills)
+    duration_s = rng.choice((0.05, 0.3, 1.0, 2.5)) * (0.5 + rng.random())
     return Fault(
         number=number,
         kind=kind,
         at_s=0.2 + rng.random() * ARRIVALS_S,
         target=target,
         other=other,
-        duration_s=rng.choice((0.05, 0.3, 1.0, 2.5)) * (0.5 + rng.random()),
+        # Long enough for what is given up meanwhile to be forgotten.
+        duration_s=max(1.5, duration_s) if kind == "isolate" else duration_s,
         amount=rng.random(),
     )

@@ -17,7 +17,6 @@ from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registra
 from pdcore.control.codec import decode_leader_message, encode_link
 from pdcore.control.memory import MemoryChannel
 from pdcore.control.messages import WorkerReady
-from pdcore.engine.simulated import SimulatedRunner
 from pdcore.kv.plan import WriteBatch
 from pdcore.local import LocalPort
 from pdcore.scheduler.decode import DecodeCore
@@ -26,7 +25,7 @@ from pdcore.scheduler.route import registration_of
 from pdcore.server.routes import RouteFetcher
 from pdcore.sim.blocking import Registering, ReplayedHttp, SimBackground
 from pdcore.sim.loop import Process
-from pdcore.sim.site import MODEL, QUARANTINE_S, Site
+from pdcore.sim.site import QUARANTINE_S, Site
 from pdcore.sim.wire import WireClient
 from pdcore.transports.base import PeerSession, RemoteLease, Revocation
 from pdcore.transports.loopback import LoopbackTransport
@@ -224,9 +223,9 @@ class SimRank:
     def _build(self) -> Worker:
         site, seat = self.site, self.seat
         client = BootstrapClient(site.clock, http=self._http)
-        return build_worker(
-            SimulatedRunner(MODEL, sleep=self._compute),
-            self.transport,
+        worker = build_worker(
+            site.parts.make_runner(self._compute),
+            site.parts.wrap_transport(self.transport),
             self.channel,
             self.port,
             WorkerOptions(
@@ -240,6 +239,8 @@ class SimRank:
             ),
             background=SimBackground(site.loop, self._http, self.wake),
         )
+        site.parts.on_worker(worker)
+        return worker
 
     def _compute(self, seconds: float) -> None:
         self._pace.busy_until_s = self.site.loop.time() + seconds

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from pdcore.sim.mutants import planted
 from pdcore.sim.plan import make_plan
 from pdcore.sim.shrink import MAX_TRIES, replay_command, shrink
+from pdcore.sim.site import Parts
 from pdcore.sim.world import WorldResult, run_world
 
 #: Worlds leave cycles behind; looking for them after each would cost more than it frees.
@@ -28,8 +29,8 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "min-over-states": "with one rank there is nothing to reduce",
     "no-release-vote": "with one rank there is nobody to ask",
 }
-#: Worlds tried when a seed that caught a known-bad variant is cut down.
-MUTANT_TRIES: Final = 60
+#: Worlds tried when what a seed caught was planted: nobody will read it as long.
+QUICK_TRIES: Final = 40
 
 
 class SeedViolation(NamedTuple):
@@ -45,17 +46,22 @@ class SeedResult(NamedTuple):
     violations: list[SeedViolation]
 
 
-def run_seed(seed: int, mutant: str = "", *, is_shrunk: bool = True) -> SeedResult:
-    """One world, whole; cut down if anything was wrong in it."""
+def run_seed(
+    seed: int, mutant: str = "", parts: Parts | None = None, *, is_shrunk: bool = True
+) -> SeedResult:
+    """One world, whole; cut down if anything was wrong in it. ``parts``: somebody's own
+    engine, transport or queue to be tried."""
     with planted(mutant):
         plan = make_plan(seed)
-        result = run_world(plan)
+        result = run_world(plan, parts)
         if not result.violations:
             return SeedResult(result, [])
         cut = plan
         if is_shrunk:
-            tries = MUTANT_TRIES if mutant else MAX_TRIES
-            cut = shrink(plan, lambda p: bool(run_world(p).violations), max_tries=tries).plan
+            tries = MAX_TRIES if parts is None and not mutant else QUICK_TRIES
+            cut = shrink(
+                plan, lambda tried: bool(run_world(tried, parts).violations), max_tries=tries
+            ).plan
         command = replay_command(cut, plan, mutant)
     found = [SeedViolation(seed, message, command) for message in result.violations]
     return SeedResult(result, found)
@@ -104,15 +110,21 @@ def run_seeds(
     *,
     jobs: int = 1,
     mutant: str = "",
+    parts: Parts | None = None,
     on_result: Callable[[SeedResult], None] = lambda result: None,
 ) -> Totals:
-    """All of them; the order of the results does not depend on ``jobs``. With a mutant the
-    first seed that catches it is the last that runs."""
+    """All of them; the order of the results does not depend on ``jobs``. With a mutant, or
+    ``parts`` that are tried (in this process only), the first seed that finds something is
+    the last that runs."""
     totals = Totals()
-    for found in _results(seeds, jobs, mutant):
+    if parts is None:
+        results = _results(seeds, jobs, mutant)
+    else:
+        results = (run_seed(seed, mutant, parts) for seed in seeds)
+    for found in results:
         totals.add(found)
         on_result(found)
-        if mutant and found.violations:
+        if found.violations and (mutant or parts is not None):
             break
     return totals
 

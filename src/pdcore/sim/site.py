@@ -14,12 +14,14 @@ import attrs
 
 from pdcore.config import CoreLimits
 from pdcore.control.memory import FaultPlan, MemoryNetwork
-from pdcore.engine.simulated import CostModel, SimulatedConfig
+from pdcore.engine.base import ModelRunner
+from pdcore.engine.simulated import CostModel, SimulatedConfig, SimulatedRunner
 from pdcore.sim.loop import SimLoop
 from pdcore.sim.plan import MAX_PROMPT, VOCABULARY, Plan
 from pdcore.sim.wire import Wire
-from pdcore.transports.base import Revocation
+from pdcore.transports.base import Revocation, Transport
 from pdcore.transports.loopback_fabric import LoopbackFabric
+from pdcore.worker import Worker
 
 #: Virtual time when a world begins, in seconds.
 START_S: Final = 1000.0
@@ -36,7 +38,7 @@ COST: Final = CostModel(
 #: The product's timers, shortened where a world would otherwise wait for nothing.
 LIMITS: Final = CoreLimits(
     max_prefill_tokens=MAX_PROMPT,
-    prefill_chunk_tokens=16,
+    prefill_chunk_tokens=12,
     max_running=16,
     num_metadata_slots=12,
     num_reserved_decode_tokens=4,
@@ -44,11 +46,12 @@ LIMITS: Final = CoreLimits(
     topology_retry_s=0.2,
     topology_ttl_s=5.0,
     drain_timeout_s=3.0,
-    linger_s=2.0,
-    parked_handshake_cap=32,
-    parked_handshake_ttl_s=3.0,
-    tombstone_cap=64,
-    tombstone_ttl_s=6.0,
+    linger_s=0.4,
+    parked_handshake_cap=4,
+    parked_handshake_ttl_s=1.0,
+    # Safety depends on no memory of what is over: there is next to none here.
+    tombstone_cap=4,
+    tombstone_ttl_s=0.3,
     heartbeat_misses=3,
     clock_skew_s=1.0,
 )
@@ -97,6 +100,32 @@ class Trace:
         return self._hash.hexdigest()
 
 
+def _simulated(sleep: Callable[[float], None]) -> ModelRunner:
+    return SimulatedRunner(MODEL, sleep=sleep)
+
+
+def _as_it_is(transport: Transport) -> Transport:
+    return transport
+
+
+def _untouched(worker: Worker) -> None:
+    """The product's own."""
+
+
+@attrs.frozen
+class Parts:
+    """What a world is made of besides the product: somebody's own engine, transport or queue.
+
+    ``make_runner(sleep)``: the engine of one worker; it calls ``sleep`` with the seconds that
+    a step costs, and must give :func:`~pdcore.engine.simulated.simulated_tokens` of
+    :data:`MODEL`. ``wrap_transport``: around the loopback transport of one worker.
+    ``on_worker``: called with every worker before it runs, to replace what is its own."""
+
+    make_runner: Callable[[Callable[[float], None]], ModelRunner] = _simulated
+    wrap_transport: Callable[[Transport], Transport] = _as_it_is
+    on_worker: Callable[[Worker], object] = _untouched
+
+
 @attrs.define(eq=False)
 class Site:
     """Build with :func:`make_site`."""
@@ -112,6 +141,7 @@ class Site:
     limits: CoreLimits
     #: Of no process: what the world itself does must not stop with one.
     context: Context
+    parts: Parts
     #: Faults that took place, by kind.
     faults: Counter[str] = attrs.field(factory=Counter)
     #: What must never happen and did.
@@ -129,7 +159,7 @@ class Site:
         return 0.0001 + self.rng.random() * 0.0005
 
 
-def make_site(plan: Plan, *, is_traced: bool = False) -> Site:
+def make_site(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False) -> Site:
     rng = random.Random(f"pdcore site {plan.seed}")
     shuffle = random.Random(rng.getrandbits(64)) if plan.options.is_shuffled else None
     loop = SimLoop(shuffle, start_s=START_S)
@@ -143,4 +173,5 @@ def make_site(plan: Plan, *, is_traced: bool = False) -> Site:
         # Whoever waits for a quarantine is not stuck.
         limits = attrs.evolve(limits, drain_timeout_s=QUARANTINE_S + 3.0)
     context = copy_context()
-    return Site(plan, loop, clock, trace, rng, wire, network, fabric, limits, context)
+    made_of = parts or Parts()
+    return Site(plan, loop, clock, trace, rng, wire, network, fabric, limits, context, made_of)

@@ -10,6 +10,7 @@ process loses its connections, a stopped one keeps them and says nothing.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -20,6 +21,8 @@ from pdcore.server.exchange import DEFAULT_TIMEOUT, ClientLimits, Exchange
 from pdcore.sim.loop import Process, SimLoop
 
 _LIMITS: Final = ClientLimits()
+#: Requests to one address that are remembered.
+KEPT_POSTS: Final = 12
 
 
 class Listener(NamedTuple):
@@ -45,6 +48,8 @@ class Wire:
         self._cuts: set[frozenset[str]] = set()
         self._held: list[tuple[frozenset[str], Callable[[], None]]] = []
         self._count = 0
+        #: The last POSTs to each address: what a proxy may repeat.
+        self.posts: dict[Origin, deque[tuple[str, bytes]]] = {}
         #: What apps raised.
         self.errors: list[str] = []
 
@@ -268,6 +273,9 @@ class WireClient:
         """See :meth:`pdcore.server.client.Client.request`. ``timeout.read_s`` is not used:
         nobody in pdcore sets it."""
         listener = await self._connect(origin, timeout.connect_s)
+        if method == "POST":
+            kept = self._wire.posts.setdefault(origin, deque(maxlen=KEPT_POSTS))
+            kept.append((target, body))
         scope = make_scope(method, origin, target, body, headers)
         connection = Connection(self._wire, self._process, listener, scope)
         connection.start(body, timeout)

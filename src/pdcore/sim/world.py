@@ -24,7 +24,7 @@ from pdcore.sim.clients import Outcome, ask, judge
 from pdcore.sim.cluster import Cluster
 from pdcore.sim.faults import Faults
 from pdcore.sim.plan import Plan, Request
-from pdcore.sim.site import START_S, make_site
+from pdcore.sim.site import START_S, Parts, make_site
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ LOOK_S: Final = 0.5
 #: Requests that must succeed at the end.
 NUM_LAST: Final = 4
 #: Once a world is calm, its instances are ready and known within this.
-RECOVERED_S: Final = 8.0
+RECOVERED_S: Final = 15.0
 #: More of them say nothing new.
 MAX_VIOLATIONS: Final = 20
 
@@ -60,10 +60,11 @@ class WorldResult:
     trace: list[str] | None = attrs.field(default=None, repr=False)
 
 
-def run_world(plan: Plan, *, is_traced: bool = False) -> WorldResult:
-    """Deterministic: the same plan gives the same result, in any process."""
+def run_world(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False) -> WorldResult:
+    """Deterministic: the same plan gives the same result, in any process. ``parts``: what is
+    not the product's own in it."""
     started_s = time.process_time()
-    site = make_site(plan, is_traced=is_traced)
+    site = make_site(plan, parts, is_traced=is_traced)
     cluster = Cluster(site)
     life = _Life(cluster, plan)
     caught = _Caught()
@@ -94,12 +95,14 @@ def run_world(plan: Plan, *, is_traced: bool = False) -> WorldResult:
     )
 
 
-def in_world(plan: Plan, scenario: Callable[[Cluster], Awaitable[T]]) -> T:
+def in_world(
+    plan: Plan, scenario: Callable[[Cluster], Awaitable[T]], parts: Parts | None = None
+) -> T:
     """Run a scenario of one's own against the cluster of a plan: its processes are started,
     none of the plan's requests and faults happen. What the scenario raises is raised.
 
     Raises AssertionError for what no world may do (:func:`run_world`'s violations)."""
-    site = make_site(plan)
+    site = make_site(plan, parts)
     cluster = Cluster(site)
 
     async def run() -> T:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from pdcore.scheduler.decode import DecodeCore
 from pdcore.sim import seeds
 from pdcore.sim.plan import Plan
 from pdcore.sim.seeds import SeedResult, run_seed, run_seeds
+from pdcore.sim.site import Parts
 from pdcore.sim.world import WorldResult
+from pdcore.worker import Worker
 
 
 def result_of(plan: Plan, *, wrong: bool = False) -> WorldResult:
@@ -18,7 +21,7 @@ def result_of(plan: Plan, *, wrong: bool = False) -> WorldResult:
     )
 
 
-def fake_world(plan: Plan) -> WorldResult:
+def fake_world(plan: Plan, parts: Parts | None = None) -> WorldResult:
     """Seed 3 breaks whenever its fault 0 and request 5 are there."""
     is_there = any(f.number == 0 for f in plan.faults) and any(r.number == 5 for r in plan.requests)
     return result_of(plan, wrong=plan.seed == 3 and is_there)
@@ -56,3 +59,19 @@ def test_a_real_seed_in_another_process_is_the_same() -> None:
     run_seeds([11, 12], jobs=2, on_result=told.append)
     assert [found.result.digest for found in told] == [one.digest for one in here]
     assert all(found.violations == [] for found in told)
+
+
+def test_a_queue_of_ones_own_that_leaks_is_found() -> None:
+    """Issue 3.11: a user's parts are put through the same worlds."""
+
+    def leak(worker: Worker) -> None:
+        if isinstance(worker.core, DecodeCore):
+            vars(worker.core.rooms)["release"] = lambda record: None
+
+    messages: list[str] = []
+    for seed in range(20):
+        found = run_seed(seed, parts=Parts(on_worker=leak), is_shrunk=False)
+        messages += [violation.message for violation in found.violations]
+        if messages:
+            break
+    assert any("kv" in text.lower() or "blocks" in text for text in messages)
