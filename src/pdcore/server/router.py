@@ -222,6 +222,7 @@ class RouterEndpoint:
         splitter = sse.EventSplitter()
         ticket, attempt, recording = session.ticket, session.attempt, session.recording
         events = b""
+        end: StreamEnded | LegAnswered | LegLost
         try:
             while chunk := await upstream.next_chunk():
                 if found := splitter.feed(chunk):
@@ -230,18 +231,24 @@ class RouterEndpoint:
                         recording.add(found)
                     await send({"type": "http.response.body", "body": found, "more_body": True})
         except (HttpError, sse.EventTooLarge) as error:
-            if not session.is_over:  # else we closed it ourselves
-                self._shell.event(LegLost(ticket, attempt, Leg.DECODE, True, str(error)))
+            # Its last event was there: what becomes of the connection then changes nothing.
+            is_whole = events.endswith(sse.DONE)
+            lost = LegLost(ticket, attempt, Leg.DECODE, True, str(error))
+            end = StreamEnded(ticket, attempt) if is_whole else lost
         else:
             end = stream_end(ticket, attempt, events)
+        if not session.is_over:  # else the core ended it, and what is left of it was closed
             self._shell.event(end)
-            if isinstance(end, LegAnswered):  # decode has told the client itself
-                await send({"type": "http.response.body", "body": b""})
-                return end.status
-            is_whole = isinstance(end, StreamEnded) and session.stream_failure is None
-            if recording is not None and is_whole:
-                recording.keep(200, sse.CONTENT_TYPE)
+        if isinstance(end, LegAnswered):  # decode has told the client itself
+            await send({"type": "http.response.body", "body": b""})
+            return end.status
         why = session.stream_failure
+        if isinstance(end, StreamEnded):
+            if recording is not None and why is None:
+                recording.keep(200, sse.CONTENT_TYPE)
+            why = None
+        elif why is None:
+            raise ClientGone("client gone")
         last = b"" if why is None else sse.event(error_body(why))
         await send({"type": "http.response.body", "body": last})
         return 200 if why is None else why.http_status

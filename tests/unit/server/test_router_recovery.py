@@ -12,7 +12,7 @@ from pdcore.router.limits import OnPrefillLoss
 from pdcore.server.http import SAMPLED, start_stream
 from pdcore.server.router import stream_end
 from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
-from tests.unit.server.legs_kit import Arrival, Cluster, Router, hold, module_cluster
+from tests.unit.server.legs_kit import Arrival, Break, Cluster, Router, hold, module_cluster
 
 Play = Callable[[Cluster], Coroutine[Any, Any, None]]
 LOST = {"error": {"message": "a prefill rank is gone", "code": "peer_lost"}}
@@ -232,6 +232,26 @@ def test_a_stream_that_just_stops_gets_an_error_event(play: Any) -> None:
         reply = await generate(router, stream=True).done()
         assert reply.events()[0] == {"text": "a"}
         assert "without [DONE]" in reply.events()[1]["error"]["message"]
+
+    play(scene)
+
+
+def test_nothing_follows_the_end_of_a_stream(play: Any) -> None:
+    """The connection broke behind [DONE]: the client had everything, and an error event too."""
+
+    async def first(arrival: Arrival) -> None:
+        await arrival.begin()
+        await arrival.event(b'data: {"text":"a"}\n\ndata: [DONE]\n\n')
+        raise Break
+
+    async def scene(cluster: Cluster) -> None:
+        router = cluster.router()
+        router.decode.behave = first
+        reply = await generate(router, stream=True, bootstrap_room=5).done()
+        assert reply.events() == [{"text": "a"}, "[DONE]"]
+        again = await generate(router, stream=True, bootstrap_room=5).done()
+        assert again.headers["x-pdcore-replayed"] == "1"
+        assert (await stats(router))["counters"]["done"] == 1
 
     play(scene)
 
