@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -49,6 +51,16 @@ def expect_only(outcomes: list[Outcome], allowed: frozenset[str]) -> None:
     assert not bad, bad
 
 
+def free_port() -> str:
+    """One that no outgoing connection takes while its owner is dead: those come from 32768 up
+    (net.ipv4.ip_local_port_range)."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no port is free")
+
+
 class Parts:
     """Two prefill and two decode instances and a router, each by ``pdcore serve``."""
 
@@ -68,7 +80,7 @@ class Parts:
             for role in ("prefill", "decode")
         )
         given = ["--prefill-addrs", prefills, "--decode-addrs", decodes, "--bootstrap-port", "0"]
-        self._launch("router", ["--role", "router", "--port", "0", *given])
+        self._launch("router", ["--role", "router", "--port", free_port(), *given])
         self._know("router")
         self.expect_up()
         self.free = self._idle_pools()
@@ -79,9 +91,9 @@ class Parts:
     @staticmethod
     def _first_arguments(name: str) -> list[str]:
         role = name.partition("-")[0]
-        bootstrap = ["--bootstrap-port", "0"] if role == "prefill" else []
+        bootstrap = ["--bootstrap-port", free_port()] if role == "prefill" else []
         settings = ["--num-blocks", BLOCKS, "--set", "server_config.restart_initial_s=1"]
-        return ["--role", role, "--simulated", "--port", "0", *bootstrap, *settings]
+        return ["--role", role, "--simulated", "--port", free_port(), *bootstrap, *settings]
 
     def _launch(self, name: str, arguments: list[str]) -> None:
         run = self._folder / name

@@ -39,6 +39,8 @@ REQUEST_S = 4.0
 #: Between two requests of a lane: load, but not all that the machine can do.
 PAUSE_S = 0.15
 MIN_GAP_S, MAX_GAP_S = 1.0, 3.0
+#: Tries to start a part again.
+STARTS = 5
 MIN_STOP_S, MAX_STOP_S = 0.1, 3.0
 #: Workers hold the blocks: they are hit twice as often.
 VICTIMS = (*WORKERS, *WORKERS, *INSTANCES, "router")
@@ -117,6 +119,8 @@ class Storm:
         self.tally = Tally()
         self.faults: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
+        #: Parts that could not be started again, and why.
+        self.broken: list[str] = []
         self._parts = parts
         self._seed = seed
         self._rng = random.Random(seed)
@@ -183,14 +187,19 @@ class Storm:
             kind = "worker" if victim in WORKERS else victim.partition("-")[0]
             self.faults[f"{'kill' if is_kill else 'stop'} {kind}"] += 1
             self._start(self._kill(victim, pid) if is_kill else self._stop(victim, pid, stop_s))
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._revive()
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self, fault: Iterable[object]) -> None:
         task = asyncio.ensure_future(fault)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.broken.append(f"{type(error).__name__}: {error}"[:1000])
 
     def _pid(self, victim: str) -> int | None:
         name, _, worker = victim.partition(" ")
@@ -214,7 +223,16 @@ class Storm:
 
     async def _restart(self, name: str) -> None:
         self._busy.add(name)
-        await asyncio.to_thread(self._parts.restart, name)
+        for left in reversed(range(STARTS)):
+            try:
+                await asyncio.to_thread(self._parts.restart, name)
+                break
+            except AssertionError as error:
+                self.faults[f"{name.partition('-')[0]} did not start"] += 1
+                print(f"{name} did not start: {error}", file=sys.stderr, flush=True)
+                if not left:
+                    raise
+                await self._pause(MAX_GAP_S)
         self.restarts["driver"] += 1
         if name == "router":
             self._router.is_back()
@@ -273,8 +291,8 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
             "longest_s": round(tally.longest_s, 2),
         },
         "leaks": left,
-        "violations": [*tally.examples, *left],
-        "is_clean": tally.is_clean and not left,
+        "violations": [*tally.examples, *storm.broken, *left],
+        "is_clean": tally.is_clean and not left and not storm.broken,
     }
 
 

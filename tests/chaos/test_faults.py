@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
-from tests.scenarios.processes import Cluster, children, segments, wait_gone
+from tests.scenarios.processes import Cluster, children, segments, until, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ def test_a_killed_part_of_one_command_is_started_again(cluster: Cluster, index: 
     outcomes = asyncio.run(Load(cluster.origin, seed=10).run(kill))
     expect_only(outcomes, LOST | {"lost"})
     cluster.wait_for(r"\S+ ended: killed by SIGKILL")
+    until(lambda: len(cluster.pids()) == 10, cluster.pid, GONE_S, "all parts have started")
     pids = cluster.pids()
-    assert len(pids) == 10
     assert cluster.stop() == 0
     assert not wait_gone(pids, GONE_S)
