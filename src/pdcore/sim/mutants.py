@@ -16,11 +16,12 @@ from typing import Final
 import attrs
 import msgspec
 
-from pdcore.control.messages import Cancel, CancelAck, StatusKind
+from pdcore.control.messages import Cancel, CancelAck, RankRegistration, StatusKind
 from pdcore.errors import ConfigError, failure
 from pdcore.fsm.effects import ConnectPeer, Effect, PostTransfer, SendMessage
 from pdcore.fsm.events import MessageReceived
 from pdcore.fsm.legs import CancelFrom, SenderFacts
+from pdcore.fsm.rank import Rank
 from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import SenderState
@@ -241,6 +242,10 @@ def _never_done_while_draining(
     return asked
 
 
+def _anybody(rank: Rank, payload: RankRegistration) -> bool:
+    return True
+
+
 # --- the list -------------------------------------------------------------------------
 
 _MUTANTS: Final = (
@@ -338,6 +343,11 @@ _MUTANTS: Final = (
             (Sender, "unanswered", _never_resend),
             (Receiver, "unanswered", _never_resend),
         ),
+    ),
+    Mutant(
+        "replaced-comes-back",
+        "section 2: an old registration undoes a restart (D32)",
+        ((Rank, "is_not_replaced", _anybody),),
     ),
     *(
         Mutant(name, undoes)

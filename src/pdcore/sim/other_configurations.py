@@ -164,6 +164,7 @@ OTHER_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
             "a route is served only when every place is held",
             *_ENDS,
         ),
+        catches=("replaced-comes-back",),
         context=rank_watching,
     ),
     configuration(
