@@ -170,19 +170,23 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     _pair(
         "two-legs",
         "one prefill rank writes to two decode ranks",
-        Rules(Shape(_ONE, (_FIRST,), decode=_LEGS), _kinds("abort@decode0"), is_tick_eager=True),
+        Rules(
+            Shape(_ONE, (_FIRST,), decode=_LEGS),
+            _kinds("abort@decode0 abort@decode1 transfer"),
+            is_tick_eager=True,
+        ),
     ),
     _pair(
         "running",
         "the request runs at decode while late messages about its transfer come",
-        Rules(Shape(_ONE, (_FIRST,), num_outputs=2), _kinds("abort")),
+        Rules(Shape(_ONE, (_FIRST,), num_outputs=2), _kinds("abort deadline drain transfer")),
     ),
     _pair(
         "prefill-forgets",
         "prefill forgets what ended, tombstones and parked handshakes; its dispatch comes twice",
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
-            _kinds("abort forget@prefill0 evict@prefill0 unpark"),
+            _kinds("forget evict unpark"),
             fair_deadlines=_kinds("prefill0 decode"),
             duplicates=_kinds("prefill0"),
         ),
@@ -194,7 +198,7 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         "decode forgets what ended and its tombstones; its dispatch comes twice",
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
-            _kinds("abort forget@decode evict@decode"),
+            _kinds("forget evict"),
             fair_deadlines=_kinds("prefill0 decode"),
             duplicates=_kinds("decode"),
         ),

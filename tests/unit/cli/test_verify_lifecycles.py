@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,25 @@ def test_a_counterexample_that_is_repaired_says_so(
     capsys.readouterr()
     assert main(["verify", "lifecycles", "--replay", str(path)]) == 0
     assert "does not fail any more" in capsys.readouterr().out
+
+
+def test_the_hash_seed_changes_nothing(tmp_path: Path) -> None:
+    """Counts and counterexamples are the same on every machine and in every process."""
+    found: list[dict[str, object]] = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        command = [sys.executable, "-m", "pdcore.cli", "verify", "lifecycles", "--json"]
+        done = subprocess.run(
+            [*command, "--mutant", "free-on-abort", "--only", "reuse", "--save", str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=120,
+        )
+        (row,) = json.loads(done.stdout)["mutants"]
+        found.append({name: row[name] for name in ("states", "kind", "problem", "trace", "state")})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
