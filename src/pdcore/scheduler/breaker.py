@@ -5,7 +5,9 @@ path takes no other one out (vllm PR #55471).
 
 * closed: work as usual; ``peer_failures`` failures in a row open it, silence opens it at once;
 * open: no new work until ``peer_cooldown_s`` is over;
-* half-open: one room tries. Its success closes the breaker, its failure opens it again.
+* half-open: one room tries. Its success closes the breaker, its failure opens it again; one
+  that has done neither for ``peer_cooldown_s`` (it may queue for blocks) is not waited for:
+  the next one tries too.
 
 The seed closed its breaker at any message of the peer, so that it never bit under traffic
 (D25). Here a message only ends what silence began; failed transfers are forgiven for a
@@ -24,7 +26,15 @@ MAX_BREAKERS: Final = 1024
 
 
 class _Breaker:
-    __slots__ = ("cause", "failures", "is_silence", "open_until_s", "peer", "trial")
+    __slots__ = (
+        "cause",
+        "failures",
+        "is_silence",
+        "open_until_s",
+        "peer",
+        "trial",
+        "trial_until_s",
+    )
 
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
@@ -36,6 +46,11 @@ class _Breaker:
         self.is_silence = False
         #: The room that tries the peer.
         self.trial: RoomKey | None = None
+        self.trial_until_s = 0.0
+
+    def is_tried(self, now: float) -> bool:
+        """A room is trying it; the others wait for what becomes of that."""
+        return self.trial is not None and now < self.trial_until_s
 
 
 class Breakers:
@@ -58,7 +73,7 @@ class Breakers:
             return None
         if now < breaker.open_until_s:
             return f"{breaker.cause}; it is tried again in {breaker.open_until_s - now:.1f} s"
-        if breaker.trial is not None:
+        if breaker.is_tried(now):
             return f"{breaker.cause}; another request is trying it"
         return None
 
@@ -68,8 +83,8 @@ class Breakers:
         breaker = self._breakers.get(incarnation)
         if breaker is None or breaker.open_until_s is None or now < breaker.open_until_s:
             return
-        if breaker.trial is None:
-            breaker.trial = key
+        if not breaker.is_tried(now):
+            breaker.trial, breaker.trial_until_s = key, now + self._cooldown_s
 
     # --- what became of it -----------------------------------------------------------------
 
@@ -122,7 +137,7 @@ class Breakers:
             (breaker.peer, breaker.cause)
             for breaker in self._breakers.values()
             if breaker.open_until_s is not None
-            and (now < breaker.open_until_s or breaker.trial is not None)
+            and (now < breaker.open_until_s or breaker.is_tried(now))
         ]
 
     # --- inside ----------------------------------------------------------------------------

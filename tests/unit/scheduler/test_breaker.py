@@ -123,6 +123,34 @@ def test_a_trial_that_proves_nothing_leaves_its_place() -> None:
     assert breakers.refusal(A.incarnation, TWO, 12.0) is None
 
 
+def check_a_slow_trial_locks_nobody_out(kind: type[Breakers]) -> None:
+    """It may wait for blocks until its deadline, half an hour."""
+    breakers = opened(kind)
+    breakers.begin(A.incarnation, ONE, 12.0)
+    assert breakers.refusal(A.incarnation, TWO, 21.9) is not None
+    assert breakers.refusal(A.incarnation, TWO, 22.0) is None
+    assert breakers.problems(22.0) == [], "routers must hear of it too"
+    breakers.begin(A.incarnation, TWO, 22.0)
+    assert breakers.refusal(A.incarnation, RoomKey(3, 3), 22.0) is not None, "one at a time"
+    breakers.ended(ONE)
+    assert breakers.refusal(A.incarnation, RoomKey(3, 3), 22.0) is not None
+    breakers.succeeded(A.incarnation)
+    assert breakers.refusal(A.incarnation, RoomKey(3, 3), 22.0) is None
+
+
+class WaitsForItsTrial(Breakers):
+    def begin(self, incarnation: Incarnation, key: RoomKey, now: float) -> None:
+        super().begin(incarnation, key, now)
+        self._breakers[incarnation].trial_until_s = float("inf")
+
+
+def test_d25_a_slow_trial_locks_nobody_out() -> None:
+    """D25: found in review."""
+    check_a_slow_trial_locks_nobody_out(Breakers)
+    with pytest.raises(AssertionError):
+        check_a_slow_trial_locks_nobody_out(WaitsForItsTrial)
+
+
 def test_late_failures_of_old_work_do_not_lengthen_it() -> None:
     breakers = opened()
     assert not breakers.failed(A, "old", 9.0)
