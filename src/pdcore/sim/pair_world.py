@@ -140,6 +140,8 @@ class Lives:
 
     def _losses(self, state: State, slot: int, local: Local) -> Iterator[Move[State]]:
         """The transport tells the other end of a session that a process is gone."""
+        if not self.rules.crashes:
+            return
         me = self.book.places[slot]
         mine = me.ref(local.actor_facts.life).incarnation
         for other, place in enumerate(self.book.places):

@@ -8,6 +8,7 @@ tokens, one block a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import attrs
@@ -44,9 +45,14 @@ class Place:
         return f"{self.instance}-bootstrap:1"
 
     def ref(self, life: int) -> PeerRef:
-        mark = f"{self.name}.{life}".encode()
-        incarnation = Incarnation(mark.ljust(16, b"_"))
-        return PeerRef(self.instance, self.rank, incarnation, f"tcp://{self.name}:1")
+        return _ref(self, life)
+
+
+@lru_cache(maxsize=1024)
+def _ref(place: Place, life: int) -> PeerRef:
+    mark = f"{place.name}.{life}".encode()
+    incarnation = Incarnation(mark.ljust(16, b"_"))
+    return PeerRef(place.instance, place.rank, incarnation, f"tcp://{place.name}:1")
 
 
 def life_of(incarnation: Incarnation) -> str:
