@@ -35,11 +35,15 @@ class Model:
         self.shut_until_s: float | None = None
         self.is_silence = False
         self.trial: RoomKey | None = None
+        self.trial_until_s = 0.0
+
+    def is_tried(self, now: float) -> bool:
+        return self.trial is not None and now < self.trial_until_s
 
     def may_use(self, key: RoomKey, now: float) -> bool:
         if self.shut_until_s is None or self.trial == key:
             return True
-        return now >= self.shut_until_s and self.trial is None
+        return now >= self.shut_until_s and not self.is_tried(now)
 
     def shut(self, now: float, *, is_silence: bool) -> None:
         self.shut_until_s, self.is_silence, self.trial = now + COOLDOWN_S, is_silence, None
@@ -93,8 +97,8 @@ class BreakerMachine(RuleBasedStateMachine):
         model = self.models[i]
         if not model.may_use(key, self.now):
             return
-        if model.shut_until_s is not None and model.trial is None:
-            model.trial = key
+        if model.shut_until_s is not None and not model.is_tried(self.now):
+            model.trial, model.trial_until_s = key, self.now + COOLDOWN_S
         self.real.begin(PEERS[i].incarnation, key, self.now)
 
     @rule(key=st.sampled_from(KEYS))
