@@ -132,7 +132,6 @@ class Site:
 
     plan: Plan
     loop: SimLoop
-    clock: SimClock
     trace: Trace
     rng: random.Random
     wire: Wire
@@ -146,6 +145,11 @@ class Site:
     faults: Counter[str] = attrs.field(factory=Counter)
     #: What must never happen and did.
     violations: list[str] = attrs.field(factory=list)
+
+    @property
+    def clock(self) -> SimClock:
+        """A clock without skew."""
+        return SimClock(self.loop)
 
     def violate(self, text: str) -> None:
         self.trace("violation", text)
@@ -174,4 +178,4 @@ def make_site(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False
         limits = attrs.evolve(limits, drain_timeout_s=QUARANTINE_S + 3.0)
     context = copy_context()
     made_of = parts or Parts()
-    return Site(plan, loop, clock, trace, rng, wire, network, fabric, limits, context, made_of)
+    return Site(plan, loop, trace, rng, wire, network, fabric, limits, context, made_of)

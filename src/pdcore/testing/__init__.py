@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from pdcore.control.memory import FaultPlan, MemoryNetwork
     from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
     from pdcore.scheduler.ledger import Account, audit
+    from pdcore.sim.cluster import Cluster
+    from pdcore.sim.plan import Fault, Plan, Request, make_plan
+    from pdcore.sim.seeds import Totals, run_seed, run_seeds
+    from pdcore.sim.site import Parts
+    from pdcore.sim.world import WorldResult, in_world, run_world
     from pdcore.testing.conformance import Report, capability_matrix, run_conformance
     from pdcore.testing.late_writes import LateWriteReport, run_late_writes
     from pdcore.testing.runner import check_model_runner
@@ -27,49 +32,73 @@ if TYPE_CHECKING:
 #: exported name -> module.
 _EXPORTS: Final[dict[str, str]] = {
     "Account": "pdcore.scheduler.ledger",
+    "Cluster": "pdcore.sim.cluster",
     "ContractError": "pdcore.testing.runner_rig",
+    "Fault": "pdcore.sim.plan",
     "FaultPlan": "pdcore.control.memory",
     "Faults": "pdcore.transports.loopback_fabric",
     "LateWriteReport": "pdcore.testing.late_writes",
     "LoopbackFabric": "pdcore.transports.loopback_fabric",
     "LoopbackHarness": "pdcore.testing.transport_harness",
     "MemoryNetwork": "pdcore.control.memory",
+    "Parts": "pdcore.sim.site",
+    "Plan": "pdcore.sim.plan",
     "Rank": "pdcore.testing.world",
     "RegistryHarness": "pdcore.testing.transport_harness",
     "Report": "pdcore.testing.conformance",
+    "Request": "pdcore.sim.plan",
     "SimulatedConfig": "pdcore.engine.simulated",
+    "Totals": "pdcore.sim.seeds",
     "TransportHarness": "pdcore.testing.transport_harness",
     "World": "pdcore.testing.world",
+    "WorldResult": "pdcore.sim.world",
     "audit": "pdcore.scheduler.ledger",
     "capability_matrix": "pdcore.testing.conformance",
     "check_model_runner": "pdcore.testing.runner",
+    "in_world": "pdcore.sim.world",
+    "make_plan": "pdcore.sim.plan",
     "make_world": "pdcore.testing.world",
     "run_conformance": "pdcore.testing.conformance",
     "run_late_writes": "pdcore.testing.late_writes",
+    "run_seed": "pdcore.sim.seeds",
+    "run_seeds": "pdcore.sim.seeds",
+    "run_world": "pdcore.sim.world",
     "simulated_tokens": "pdcore.engine.simulated",
 }
 
 __all__ = [
     "Account",
+    "Cluster",
     "ContractError",
+    "Fault",
     "FaultPlan",
     "Faults",
     "LateWriteReport",
     "LoopbackFabric",
     "LoopbackHarness",
     "MemoryNetwork",
+    "Parts",
+    "Plan",
     "Rank",
     "RegistryHarness",
     "Report",
+    "Request",
     "SimulatedConfig",
+    "Totals",
     "TransportHarness",
     "World",
+    "WorldResult",
     "audit",
     "capability_matrix",
     "check_model_runner",
+    "in_world",
+    "make_plan",
     "make_world",
     "run_conformance",
     "run_late_writes",
+    "run_seed",
+    "run_seeds",
+    "run_world",
     "simulated_tokens",
 ]
 
