@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
-from tests.scenarios.processes import Program
+from tests.scenarios.processes import START_S, Program
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +41,15 @@ def limited(pid: int, kind: int, soft: int) -> Iterator[None]:
 
 def test_no_memory_for_the_pool_at_the_start() -> None:
     """D34, D60: one sentence that names the size and the remedy, no traceback, status 1."""
-    command = ("serve", "--role", "decode", "--simulated", "--port", "0", "--num-blocks", "200000")
+    pool = ("--num-blocks", "200000", "--set", "server_config.max_restarts=0")
+    command = ("serve", "--role", "decode", "--simulated", "--port", "0", *pool)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 * MIB, limit[1]))
     try:
         program = Program(*command)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert program.process.wait(60) == 1
+    assert program.process.wait(START_S) == 1
     program.close()
     said = "".join(program.said)
     assert "Traceback" not in said
