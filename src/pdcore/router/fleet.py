@@ -44,7 +44,7 @@ UNREACHABLE_AFTER: Final = 10
 
 class Member:
     """One target and its state. ``num_live`` counts requests whose current attempt names it,
-    ``num_unreached`` the latest probes in a row that got no answer."""
+    ``num_unreached`` the latest probes in a row that got no answer, while no request did."""
 
     __slots__ = (
         "bootstrap_port",
@@ -69,6 +69,11 @@ class Member:
         self.num_unreached = 0
         #: Instances of the other role that it does not work with now.
         self.refused: frozenset[str] = frozenset()
+
+    def heard(self) -> None:
+        """It answered a request, or a stream of it goes on: somebody is there, however long
+        its /health takes under load."""
+        self.num_unreached = 0
 
     def works_with(self, other: Member) -> bool:
         """Neither of the two has said that this pair is broken."""

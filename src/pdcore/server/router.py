@@ -225,6 +225,8 @@ class RouterEndpoint:
         end: StreamEnded | LegAnswered | LegLost
         try:
             while chunk := await upstream.next_chunk():
+                if session.decode is not None:
+                    session.decode.heard()
                 if found := splitter.feed(chunk):
                     events = found
                     if recording is not None:

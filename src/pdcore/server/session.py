@@ -82,6 +82,7 @@ class Session:
     __slots__ = (
         "attempt",
         "decided",
+        "decode",
         "fields",
         "is_over",
         "path",
@@ -100,6 +101,8 @@ class Session:
         #: The attempt that answered, or the current one.
         self.attempt = 0
         self.decided: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        #: Of the current attempt.
+        self.decode: Member | None = None
         self.stream_failure: Failure | None = None
         #: Where the result of a room that its client chose is kept (D7).
         self.recording: Recording | None = None
@@ -220,7 +223,7 @@ class Shell:
 
     def _dispatch(self, session: Session, effect: Dispatch) -> None:
         body = inject(session.fields, effect.added)
-        session.attempt = effect.attempt
+        session.attempt, session.decode = effect.attempt, effect.decode
         # The legs' own deadlines come first; this one only bounds a peer that went silent.
         total_s = effect.remaining_s + 2 * self.core.limits.grace_s
         for leg, member in ((Leg.PREFILL, effect.prefill), (Leg.DECODE, effect.decode)):
@@ -258,6 +261,7 @@ class Shell:
             response = await self._client.request(
                 "POST", origin, session.path, body, timeout=timeout
             )
+            member.heard()
             content_type = response.header(b"content-type") or b""
             is_stream = content_type.startswith(sse.CONTENT_TYPE)
             if session.recording is not None and response.header(_SAMPLED_NAME) is not None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from pdcore.router.fleet import Member
 from pdcore.router.limits import OnPrefillLoss
+from pdcore.server.client import ConnectFailed, Origin
 from pdcore.server.http import SAMPLED, start_stream
 from pdcore.server.router import stream_end
 from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
@@ -254,6 +256,62 @@ def test_nothing_follows_the_end_of_a_stream(play: Any) -> None:
         assert (await stats(router))["counters"]["done"] == 1
 
     play(scene)
+
+
+async def check_a_stream_outlives_its_probes(cluster: Cluster, num_probes: int) -> Reply:
+    """The instance sends tokens and is too busy to answer /health in time."""
+    original = cluster.client.request
+
+    async def request(
+        method: str, origin: Origin, target: str, body: bytes = b"", **more: Any
+    ) -> Any:
+        if target != "/cancel" and origin.port == cluster.decodes[0].port:
+            raise ConnectFailed("it did not answer in 2 s")
+        return await original(method, origin, target, body, **more)
+
+    go_on = asyncio.Event()
+
+    async def busy(arrival: Arrival) -> None:
+        await arrival.begin()
+        for number in range(num_probes):
+            await arrival.event(b"data: %d\n\n" % number)
+            await go_on.wait()
+            go_on.clear()
+        await arrival.end()
+
+    router = cluster.router()
+    router.decode.behave = busy
+    one = generate(router, stream=True)
+    try:
+        for number in range(num_probes):
+            await one.until(
+                lambda reply, n=number: b"data: %d\n" % n in reply.body or b"error" in reply.body
+            )
+            if not number:
+                cluster.client.request = request  # type: ignore[method-assign]
+                assert (await generate(router).done()).status == 503  # and it is Down
+            assert (await call(router.app, "GET", "/health")).status == 503
+            go_on.set()
+    finally:
+        cluster.client.request = original  # type: ignore[method-assign]
+    reply = await one.done()
+    assert reply.events()[-1] == "[DONE]", reply.events()[-1]
+    return reply
+
+
+def test_an_instance_whose_tokens_come_is_not_gone(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten probes without an answer ended every stream of an instance that was only busy. The
+    mutant counts nothing but probes."""
+
+    async def scene(cluster: Cluster) -> None:
+        await check_a_stream_outlives_its_probes(cluster, 12)
+
+    play(scene)
+    monkeypatch.setattr(Member, "heard", lambda self: None)
+    with pytest.raises(AssertionError, match="10 probes"):
+        play(scene)
 
 
 # --- D7: finished rooms -------------------------------------------------------------------------
