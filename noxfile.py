@@ -114,6 +114,7 @@ def verify(session: nox.Session) -> None:
         session.run(*lifecycles, *session.posargs, env=KEEP_BYTECODE)
         if not session.posargs:
             session.run(*lifecycles, "--mutant", "all", env=KEEP_BYTECODE)
+            session.run(*lifecycles, "--walks", "200", env=KEEP_BYTECODE)
 
 
 @nox.session

@@ -18,7 +18,7 @@ from pdcore.errors import ConfigError
 from pdcore.sim.configurations import Configuration
 from pdcore.sim.explore import Exploration, Violation
 from pdcore.sim.firing import ROW_IDS
-from pdcore.sim.lifecycles import CONFIGURATIONS
+from pdcore.sim.lifecycles import CONFIGURATIONS, MIXES
 from pdcore.sim.mutants import MUTANTS, find_mutant
 
 #: Seconds between two words about a world that takes long.
@@ -59,7 +59,9 @@ def _explore(config: Configuration, mutant: str, *, quiet: bool) -> Exploration:
     return config.run(mutant, progress=None if quiet else teller(name, time.monotonic))
 
 
-def teller(name: str, clock: Callable[[], float]) -> Callable[[int, int], None]:
+def teller(
+    name: str, clock: Callable[[], float], done: str = "states", left: str = "states"
+) -> Callable[[int, int], None]:
     """Says on standard error how far a world is, when it takes longer than a moment."""
     started = last = clock()
 
@@ -70,7 +72,7 @@ def teller(name: str, clock: Callable[[], float]) -> Callable[[int, int], None]:
             last = now
             took = now - started
             print(
-                f"  {name}: {states:,} states, {waiting:,} of them to be looked at, {took:.0f} s",
+                f"  {name}: {states:,} {done}, {waiting:,} {left} to be looked at, {took:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -119,9 +121,44 @@ def try_mutants(wanted: str, chosen: Sequence[Configuration], as_json: bool, sav
     return 0 if all(row["caught"] for row in out) else 1
 
 
+def walk_mixes(seeds: range, mutant: str, as_json: bool, save: Path) -> int:
+    """Random walks through everything at once; reported apart from what is explored."""
+    out: list[dict[str, object]] = []
+    violations: list[dict[str, object]] = []
+    for config in MIXES:
+        tell = None if as_json else teller(config.name, time.monotonic, "moves", "walks")
+        found = config.walk(seeds, mutant, progress=tell)
+        broken = [_violation(config, v, save, mutant) for v in found.violations[:1]]
+        violations += broken
+        out.append(
+            {
+                "name": config.name,
+                "covers": config.covers,
+                "bounds": dict(config.bounds),
+                "walks": found.walks,
+                "moves": found.moves,
+                "faults": found.faults,
+                "seconds": round(found.seconds, 3),
+                "broken": len(found.violations),
+                "violations": broken,
+            }
+        )
+        if not as_json:
+            print(
+                f"{config.name}: {found.walks} walks, {found.moves:,} moves, {found.faults:,} of "
+                f"them faults, {found.seconds:.1f} s, {len(found.violations)} broken"
+            )
+            for violation in broken:
+                print(f"  {violation['kind']}: {violation['problem']}\n  {violation['replay']}")
+    if as_json:
+        print(json.dumps({"mixes": out, "violations": violations}, indent=2))
+    return (0 if violations else 1) if mutant else (1 if violations else 0)
+
+
 def replay_file(path: Path) -> int:
     scenario = read_scenario(path)
-    (config,) = choose((scenario.configuration,))
+    config = next((c for c in MIXES if c.name == scenario.configuration), None)
+    config = config or choose((scenario.configuration,))[0]
     if scenario.mutant:
         find_mutant(scenario.mutant)
         print(f"with the known-bad variant {scenario.mutant}: {MUTANTS[scenario.mutant].undoes}")

@@ -16,6 +16,8 @@ def lifecycles(
     only: Words = (),
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
     mutant: str = "",
+    walks: int = 0,
+    start: int = 0,
     replay: Path | None = None,
     save: Path = Path(),
 ) -> int:
@@ -45,6 +47,11 @@ def lifecycles(
         Names of the worlds and of the known-bad variants, and what each is for.
     mutant
         Plant a known-bad variant and see whether it is caught; `all`: each of them.
+    walks
+        Instead, this many random walks through each of the mixes, which are too large to be
+        explored: everything at once. They prove nothing; they may find something.
+    start
+        Seed of the first walk.
     replay
         Walk a counterexample again and show every step; exit status 1 while it still fails.
     save
@@ -56,6 +63,8 @@ def lifecycles(
         return proving.show_list(as_json)
     if replay is not None:
         return proving.replay_file(replay)
+    if walks:
+        return proving.walk_mixes(range(start, start + walks), mutant, as_json, save)
     chosen = proving.choose(only)
     if mutant:
         return proving.try_mutants(mutant, chosen, as_json, save)

@@ -13,6 +13,7 @@ import attrs
 
 from pdcore.sim.explore import Exploration, S, Step, World, explore, replay
 from pdcore.sim.mutants import planted
+from pdcore.sim.wander import Wandering, wander
 
 
 class Run(Protocol):
@@ -27,6 +28,18 @@ class Run(Protocol):
     ) -> Exploration: ...
 
 
+class Walk(Protocol):
+    """Random walks through one world, one per seed."""
+
+    def __call__(
+        self,
+        seeds: range,
+        mutant: str = "",
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Wandering: ...
+
+
 @attrs.frozen
 class Configuration:
     """One world of the list. ``bounds`` says what makes it finite, ``covers`` what it is
@@ -38,6 +51,7 @@ class Configuration:
     invariants: tuple[str, ...]
     catches: tuple[str, ...]
     run: Run
+    walk: Walk
     replay: Callable[[str, Sequence[str]], list[Step]]
 
 
@@ -65,8 +79,17 @@ def configuration(
         with planted(mutant), context():
             return explore(build(mutant), max_states=max_states, progress=progress)
 
-    def walk(mutant: str, trace: Sequence[str]) -> list[Step]:
+    def walk(
+        seeds: range,
+        mutant: str = "",
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Wandering:
+        with planted(mutant), context():
+            return wander(build(mutant), seeds, progress=progress)
+
+    def walk_again(mutant: str, trace: Sequence[str]) -> list[Step]:
         with planted(mutant), context():
             return replay(build(mutant), trace)
 
-    return Configuration(name, covers, bounds, invariants, catches, run, walk)
+    return Configuration(name, covers, bounds, invariants, catches, run, walk, walk_again)

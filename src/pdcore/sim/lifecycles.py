@@ -9,9 +9,12 @@ from typing import Final
 
 from pdcore.sim.configurations import Configuration
 from pdcore.sim.other_configurations import OTHER_CONFIGURATIONS
-from pdcore.sim.pair_configurations import PAIR_CONFIGURATIONS
+from pdcore.sim.pair_configurations import PAIR_CONFIGURATIONS, PAIR_MIXES
 
 CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     *PAIR_CONFIGURATIONS,
     *OTHER_CONFIGURATIONS,
 )
+
+#: Too large to be explored to their end; walked through at random.
+MIXES: Final[tuple[Configuration, ...]] = PAIR_MIXES

@@ -231,3 +231,44 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     ),
     *_DEATHS,
 )
+
+_EVERYTHING: Final = _kinds(
+    "abort deadline drain engine transfer unsure route refuse forget evict unpark"
+)
+_EVERYWHERE: Final = _kinds("prefill0 prefill1 other0 decode")
+
+
+def _mix(name: str, covers: str, shape: Shape, outlive: Outlive) -> Configuration:
+    rules = Rules(
+        shape,
+        _EVERYTHING,
+        crashes=_EVERYWHERE,
+        outlive=outlive,
+        fair_deadlines=_EVERYWHERE,
+        is_retry=True,
+        duplicates=_EVERYWHERE,
+    )
+    return _pair(name, covers, rules)
+
+
+#: Too large to be explored: everything at once. Walked through at random.
+PAIR_MIXES: Final[tuple[Configuration, ...]] = (
+    _mix(
+        "mix-ranks",
+        "two prefill ranks, two chunks, two attempts, deaths, tables that forget",
+        Shape(_TWO, (_FIRST, _AGAIN), num_chunks=2, num_outputs=2, num_entities=2),
+        Outlive.REPORTED,
+    ),
+    _mix(
+        "mix-elsewhere",
+        "two prefill instances, a retry at the other, deaths, tables that forget",
+        Shape(_OTHER, (_FIRST, _ELSEWHERE), num_chunks=2, decode_rooms=1, num_entities=2),
+        Outlive.REPORTED,
+    ),
+    _mix(
+        "mix-quarantine",
+        "as mix-elsewhere, where only time frees blocks",
+        Shape(_OTHER, (_FIRST, _ELSEWHERE), num_chunks=2, quarantine_s=1.0, num_entities=2),
+        Outlive.UNREPORTED,
+    ),
+)

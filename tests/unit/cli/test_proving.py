@@ -128,3 +128,20 @@ def test_a_file_that_is_no_counterexample_is_named(tmp_path: Path) -> None:
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"x\.json: not a counterexample"):
         proving.read_scenario(path)
+
+
+def test_random_walks_are_reported_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 3, point 8: larger mixes are random walks, and say so."""
+    monkeypatch.setattr(proving, "MIXES", (countdown("good"), countdown("broken", bad=1)))
+    arguments = ["verify", "lifecycles", "--walks", "3", "--save", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(m["name"], m["walks"], m["broken"]) for m in report["mixes"]] == [
+        ("good", 3, 0),
+        ("broken", 3, 3),
+    ]
+    assert main(arguments) == 1
+    assert "good: 3 walks, 9 moves" in capsys.readouterr().out
+    assert main(["verify", "lifecycles", "--replay", str(tmp_path / "lifecycles-broken.json")]) == 1
