@@ -32,7 +32,7 @@ def test_d40_d45_damaged_input_ends_no_loop(target: str) -> None:
     """D40, D45: codec, cores with honest requests beside them, leader link, descriptors, and
     the bodies of all three HTTP apps: nothing raises, nothing allocates without bound, and
     what is honest finishes right. Half of the input at least passes magic and version."""
-    report = fuzz(target, 200 if target == "corrupted" else 800, seed=11)
+    report = fuzz(target, {"corrupted": 100, "strangers": 400}.get(target, 800), seed=11)
     assert report.good * 2 >= report.inputs
 
 
