@@ -129,7 +129,7 @@ class RouterCore:
         """What the legs, the client or a cancel's answer brought. An event of a request that
         is over, or of an attempt that was replaced, is counted and changes nothing."""
         if isinstance(event, CancelAnswered):
-            self._outbox.answer(event.key, is_known=event.is_known, now_s=now_s)
+            self._outbox.answer(*event, now_s=now_s)
             return
         if isinstance(event, InstanceEvicted):
             self._on_evicted(event, now_s)

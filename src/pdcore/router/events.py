@@ -66,10 +66,12 @@ class InstanceEvicted(NamedTuple):
 
 
 class CancelAnswered(NamedTuple):
-    """``is_known`` False: the leg says that it never heard of it; None: no answer came."""
+    """``is_known`` False: the leg says that it never heard of it; None: no answer came.
+    ``unless_received`` is the cancel's: its answer is none to a stronger one."""
 
     key: CancelKey
     is_known: bool | None
+    unless_received: bool = False
 
 
 RouterEvent = (

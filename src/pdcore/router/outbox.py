@@ -74,10 +74,18 @@ class Outbox:
             self.num_given_up += 1
         return cancel
 
-    def answer(self, key: CancelKey, *, is_known: bool | None, now_s: float) -> None:
-        """The leg answered; ``is_known`` None: no answer came, it is asked again."""
+    def answer(
+        self,
+        key: CancelKey,
+        is_known: bool | None,
+        unless_received: bool = False,
+        *,
+        now_s: float,
+    ) -> None:
+        """The leg answered; ``is_known`` None: no answer came, it is asked again. The answer
+        to one ``unless_received`` is none to the stronger one that took its place."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or (unless_received and not entry.cancel.unless_received):
             return
         if is_known:
             del self._entries[key]

@@ -307,14 +307,14 @@ class Shell:
                 is_known = msgspec.json.decode(data, type=_CancelReply).known
         except (HttpError, msgspec.DecodeError):
             pass  # no answer: the core asks again
-        self.event(CancelAnswered(cancel.key, is_known))
+        self.event(CancelAnswered(cancel.key, is_known, cancel.unless_received))
 
     def _on_cancel_done(self, cancel: SendCancel, task: asyncio.Task[None]) -> None:
         self._cancels.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         _log.error("a cancel to %s failed", cancel.target.netloc, exc_info=error)
-        self.event(CancelAnswered(cancel.key, None))
+        self.event(CancelAnswered(cancel.key, None, cancel.unless_received))
 
     def _arm(self) -> None:
         due_s = self.core.poll_deadline()

@@ -349,6 +349,21 @@ def test_a_cancel_is_resent_until_the_leg_knows_of_it() -> None:
     assert router.core.snapshot()["cancels"] == 0
 
 
+def test_the_answer_to_a_weaker_cancel_is_none_to_the_stronger_one() -> None:
+    """Prefill was evicted: decode was asked to give up unless it has its KV, and has it. Then
+    the client leaves, and what decode is told then gets lost: it would go on for nobody."""
+    router = Router()
+    ticket, first = router.submit()
+    router.event(InstanceEvicted(first.prefill, "gone"))
+    router.event(ClientLeft(ticket))
+    weak, strong = [e for e in router.of(SendCancel) if e.key.leg is D]
+    assert (weak.unless_received, strong.unless_received) == (True, False)
+    router.event(CancelAnswered(weak.key, True, True))
+    router.event(CancelAnswered(strong.key, None))
+    router.at(1.0)
+    assert router.of(SendCancel)[-1] == strong, "asked again"
+
+
 @pytest.mark.parametrize("unknown_s", [30.0, 1e9])
 def test_requests_that_both_legs_refuse_leave_no_cancels(unknown_s: float) -> None:
     """D11: each left one cancel that was resent until the request's deadline; the mutant is
