@@ -138,12 +138,20 @@ class MemoryNetwork:
         self._air.claim(address)
         return channel
 
-    def partition(self, one: str, other: str) -> None:
-        """Frames that would arrive between the two addresses from now on are lost."""
-        self._cut |= {(one, other), (other, one)}
+    def partition(self, one: str, other: str, *, one_way: bool = False) -> None:
+        """Frames that would arrive between the two addresses from now on are lost.
+        ``one_way``: only those from ``one`` to ``other``."""
+        self._cut.add((one, other))
+        if not one_way:
+            self._cut.add((other, one))
 
-    def heal(self) -> None:
-        self._cut.clear()
+    def heal(self, one: str = "", other: str = "") -> None:
+        """Frames arrive again, everywhere; with two addresses: those from ``one`` to
+        ``other``."""
+        if one:
+            self._cut.discard((one, other))
+        else:
+            self._cut.clear()
 
     def pending(self) -> list[Flight]:
         """Frames on their way, next to arrive first."""

@@ -28,7 +28,7 @@ PROBE_S: Final = 1.0
 #: Writes that outlive their handle or their process land within this, in seconds.
 MAX_LATE_S: Final = 1.5
 #: One chunk of a write.
-MAX_STEP_S: Final = 0.0004
+MAX_STEP_S: Final = 0.004
 
 
 class SimRouter:
@@ -133,7 +133,7 @@ class Cluster:
         call = self._fabric_call
         if call is not None and call.when() > self.site.loop.time() + MAX_STEP_S * self.slowness:
             call.cancel()  # it waits for a late write only
-            call = None
+            call = self._fabric_call = None
         if call is None and self.site.fabric.pending():
             self._arm_fabric()
 

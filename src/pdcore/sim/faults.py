@@ -23,6 +23,9 @@ from pdcore.sim.wire import WireClient
 
 Undo = Callable[[], None]
 
+#: An isolated prefill instance is not heard for so long before it hears nobody either.
+UNHEARD_S: Final = 0.1
+
 
 class Faults:
     """Carries out the faults of one plan. ``stood_still_s`` sums for how long processes or
@@ -97,7 +100,11 @@ def _partition(cluster: Cluster, fault: Fault) -> Undo:
     ends = [rank.channel.memory_address for rank in ranks if rank is not None]
     if len(ends) == 2:
         network.partition(*ends)
-    return network.heal
+
+    def undo() -> None:
+        network.heal()
+
+    return undo
 
 
 def _cut_http(cluster: Cluster, fault: Fault) -> Undo:
@@ -170,18 +177,15 @@ def _abort_leg(cluster: Cluster, fault: Fault) -> None:
 
 
 def _isolate(cluster: Cluster, fault: Fault) -> Undo:
-    """A prefill instance hears nobody. Meanwhile decode gives up what it waits for, forgets
-    it, and is sent the same once more, as by a proxy that repeats itself; then prefill is
-    heard again, and hears of its own cancels last."""
+    """A prefill instance is not heard, then hears nobody either. Meanwhile decode gives up
+    what it waits for, forgets it, and is sent the same once more, as by a proxy that repeats
+    itself; then the two hear each other again, and prefill hears of its own cancels last."""
     site = cluster.site
     name, other = sorted((fault.target, fault.other), reverse=True)  # p.., d..
     ends = [rank.channel.memory_address for n in (name, other) if (rank := cluster.rank(n))]
     if len(ends) == 2:
-        site.network.partition(*ends)
-    site.wire.cut("router", name)
-    _abort_leg(cluster, attrs.evolve(fault, target=other, amount=1.0))
+        site.network.partition(*ends, one_way=True)
     origin = Origin(*split_host_port(cluster.instances[other].seat.http))
-    posts = list(site.wire.posts.get(origin, ()))
 
     async def repeat(path: str, body: bytes) -> None:
         client = WireClient(site.wire, cluster.client)
@@ -192,13 +196,24 @@ def _isolate(cluster: Cluster, fault: Fault) -> Undo:
         except HttpError:
             return  # nobody waits for it
 
+    def give_up() -> None:
+        site.wire.cut("router", name)
+        if len(ends) == 2:
+            site.network.partition(*ends)
+        _abort_leg(cluster, attrs.evolve(fault, target=other, amount=1.0))
+
     def again() -> None:
-        for path, body in posts:
+        for path, body in list(site.wire.posts.get(origin, ())):
             if path != "/cancel":
                 site.loop.create_task(repeat(path, body), context=cluster.client.context)
 
-    site.later(site.limits.linger_s + 0.1, again)
-    site.later(site.limits.linger_s + 0.2 + fault.amount * 0.3, site.network.heal)
+    over_s = UNHEARD_S + site.limits.linger_s
+    site.later(UNHEARD_S, give_up)
+    site.later(over_s + 0.1, again)
+    if len(ends) == 2:
+        # Prefill is heard first: what it still has to say is of a room that was forgotten.
+        site.later(over_s + 0.15, partial(site.network.heal, *ends))
+        site.later(over_s + 0.2 + fault.amount, partial(site.network.heal, *reversed(ends)))
 
     def undo() -> None:
         site.network.heal()
@@ -218,7 +233,7 @@ def _fail_write(cluster: Cluster, fault: Fault) -> None:
 
 
 def _slow_writes(cluster: Cluster, fault: Fault) -> Undo:
-    cluster.slowness = 10.0 + fault.amount * 100.0
+    cluster.slowness = 3.0 + fault.amount * 20.0
 
     def undo() -> None:
         cluster.slowness = 1.0

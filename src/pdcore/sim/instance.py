@@ -86,6 +86,9 @@ class SimInstance:
         if leader is None or self._is_draining:
             return
         self._is_draining = True
+        if self.rank is None:
+            self._exit(leader)  # no worker is started for it any more
+            return
         context = leader.process.context
         self.site.loop.call_soon(leader.dispatcher.drain, drain_s, context=context)
         late_s = drain_s + 1.0
@@ -163,7 +166,7 @@ class SimInstance:
             return
 
         def again() -> None:
-            if leader is self.leader and self.rank is None:
+            if leader is self.leader and self.rank is None and not self._is_draining:
                 self._spawn(leader)
 
         self.site.loop.call_later(RESTART_S, again, context=leader.process.context)

@@ -195,6 +195,13 @@ def _more_requests(rng: random.Random, fault: Fault, first: int) -> tuple[Reques
     return tuple(attrs.evolve(r, at_s=fault.at_s) for r in more)
 
 
+def _moment(rng: random.Random) -> float:
+    """Half of the faults come while a burst of requests is being served."""
+    if rng.random() < 0.5:
+        return rng.randrange(1, int(ARRIVALS_S * 2)) / 2 + rng.random() * 0.1
+    return 0.2 + rng.random() * ARRIVALS_S
+
+
 def _fault(rng: random.Random, number: int, kind: str, options: WorldOptions) -> Fault:
     prefills, decodes = names(options)
     target = rng.choice(prefills + decodes)
@@ -203,10 +210,10 @@ def _fault(rng: random.Random, number: int, kind: str, options: WorldOptions) ->
     return Fault(
         number=number,
         kind=kind,
-        at_s=0.2 + rng.random() * ARRIVALS_S,
+        at_s=_moment(rng),
         target=target,
         other=other,
         # Long enough for what is given up meanwhile to be forgotten.
-        duration_s=max(1.5, duration_s) if kind == "isolate" else duration_s,
+        duration_s=max(2.0, duration_s) if kind == "isolate" else duration_s,
         amount=rng.random(),
     )

@@ -189,3 +189,22 @@ def test_many_frames_stay_cheap() -> None:
     run_to_the_end(network, clock)
     assert len(b.receive(100_000)) == 20_000
     assert repr(network) == "MemoryNetwork(2 channels, 0 on their way)"
+
+
+def test_a_partition_may_be_of_one_direction_and_end_in_one() -> None:
+    network = MemoryNetwork(ManualClock())
+    one, other = network.channel("one"), network.channel("other")
+    network.partition(one.address, other.address, one_way=True)
+    one.send(other.address, b"lost")
+    other.send(one.address, b"heard")
+    assert other.receive() == []
+    assert one.receive() == [b"heard"]
+    network.partition(one.address, other.address)
+    network.heal(other.address, one.address)
+    one.send(other.address, b"lost")
+    other.send(one.address, b"again")
+    assert other.receive() == []
+    assert one.receive() == [b"again"]
+    network.heal()
+    one.send(other.address, b"heard")
+    assert other.receive() == [b"heard"]
