@@ -6,8 +6,8 @@ router starts when all are known. Members die with this process, however it ends
 
 Once the cluster has been ready, a member that dies does not end the others: it is started
 again at its former addresses, after a pause that doubles, like a worker
-(:mod:`pdcore.server.members`). It ends the cluster when it says that its configuration is
-wrong, or after ``max_restarts`` starts in a row that never served (D45).
+(:mod:`pdcore.server.members`). It ends the cluster after ``max_restarts`` starts in a row that
+never served (D45).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The processes of a cluster: started, watched, started again within bounds.
 
 What happens to one is no matter of the others. A member that ends is started again at its
-former addresses after a pause that doubles; it is over when it says that its configuration is
-wrong, or after ``max_restarts`` starts in a row that never served (D45).
+former addresses after a pause that doubles; it is over after ``max_restarts`` starts in a row
+that never served (D45). That it then calls its configuration wrong is no reason to give up at
+once: it has served with it, and somebody may have its port for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pdcore.config import ServerConfig
 from pdcore.server.launch import restart_pause_s
 from pdcore.server.leader_main import RouterSpec, Spec
 from pdcore.server.process import (
-    EXIT_USAGE,
     Bound,
     Child,
     Health,
@@ -168,12 +168,10 @@ class Keeper:
 
     async def _restart(self, member: Member, spec: Spec) -> None:
         """Start it again at its former addresses, within bounds."""
-        exited = member.child.exited
         member.failures = 0 if member.is_ready else member.failures + 1
         member.is_ready = False
         while True:
-            is_usage = exited is not None and exited.result() == EXIT_USAGE
-            member.is_over = is_usage or member.failures > self._config.max_restarts
+            member.is_over = member.failures > self._config.max_restarts
             self._on_change()
             if member.is_over:
                 return

@@ -113,16 +113,30 @@ def test_d45_starts_that_never_serve_are_bounded() -> None:
     asyncio.run(main())
 
 
-def test_a_mistake_in_the_configuration_is_not_tried_again() -> None:
+def test_d45_a_port_that_somebody_took_meanwhile_is_tried_again() -> None:
+    """D45: "cannot listen" is a mistake of the user's (exit status 2) at the first start. Of one
+    that has served it ended the whole cluster, because an outgoing connection had its port for
+    a moment; now it counts as any start that failed, and the last reason is told."""
+
     async def main() -> None:
         keeper = Nursery()
         keeper.add("prefill-0", "prefill", SPEC)
         keeper.is_restarting = True
         served(keeper)
-        child_of(keeper).failure = "the pool is too small"
+        end(keeper, -9)
+        await keeper.until(lambda: len(keeper.specs) == 2)
+        child_of(keeper).failure = "cannot listen on 127.0.0.1:81"
         end(keeper, EXIT_USAGE)
+        await keeper.until(lambda: len(keeper.specs) == 3)
+        assert keeper.ended() is None
+        served(keeper)
+        for number in (4, 5, 6):
+            end(keeper, EXIT_USAGE)
+            await keeper.until(lambda number=number: len(keeper.specs) == number)
+        end(keeper, EXIT_USAGE)
+        child_of(keeper).failure = "cannot listen on 127.0.0.1:81"
         await keeper.until(lambda: keeper.ended() is not None)
-        assert keeper.ended() == "prefill-0 ended: the pool is too small (log: x.log)"
+        assert keeper.ended() == "prefill-0 ended: cannot listen on 127.0.0.1:81 (log: x.log)"
 
     asyncio.run(main())
 
