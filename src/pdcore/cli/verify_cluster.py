@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 #: Seconds between two words about how far it is.
 TELL_EVERY_S: Final = 2.0
 DEFAULT_SEEDS: Final = 500
+#: Processes; each is an interpreter of its own.
+MAX_JOBS: Final = 256
+#: Of a seed or the number of a fault.
+MAX_DIGITS: Final = 100
 NONE: Final = "none"
 ALL: Final = "all"
 
@@ -91,6 +95,8 @@ def cluster(
         )
     if only_faults is not None or only_requests is not None:
         raise ConfigError("--only-faults and --only-requests need the --seed that they are of")
+    if not 0 <= jobs <= MAX_JOBS:
+        raise ConfigError(f"--jobs must be 0 to {MAX_JOBS}, got {jobs}")
     wanted = choose_seeds(seeds, start, seeds_file)
     if mutant == ALL:
         return try_all(wanted, jobs or os.cpu_count() or 1, as_json=as_json)
@@ -113,11 +119,13 @@ def read_seeds(file: Path) -> list[int]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--seeds-file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--seeds-file {file}: is not text, one seed a line") from None
     found = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
-        if text and not text.isdigit():
-            raise ConfigError(f"--seeds-file {file}:{number}: {text!r} is not a seed")
+        if text and not _is_number(text):
+            raise ConfigError(f"--seeds-file {file}:{number}: {text[:40]!r} is not a seed")
         if text:
             found.append(int(text))
     return found
@@ -130,9 +138,23 @@ def read_numbers(option: str, text: str | None) -> list[int] | None:
     if text == NONE:
         return []
     words = text.split(",")
-    if not all(word.isdigit() for word in words):
+    if not all(_is_number(word) for word in words):
         raise ConfigError(f"{option} takes numbers, comma-separated, or `none`; got {text!r}")
     return [int(word) for word in words]
+
+
+def _is_number(text: str) -> bool:
+    """What ``int`` reads: not each digit of Unicode, nor thousands of them."""
+    return text.isdecimal() and len(text) <= MAX_DIGITS
+
+
+def check_numbers(option: str, wanted: Collection[int] | None, known: Collection[int]) -> None:
+    """A number that the world does not have would keep nothing and prove nothing. Raises
+    ConfigError."""
+    unknown = sorted(set(wanted or ()).difference(known))
+    if unknown:
+        most = max(known, default=0)
+        raise ConfigError(f"{option}: the world has 0 to {most}, and no {unknown[0]}")
 
 
 def run_all(seeds: Sequence[int], jobs: int, mutant: str, *, as_json: bool) -> int:
@@ -208,7 +230,10 @@ def replay(
 
     if mutant == ALL:
         raise ConfigError("--seed replays one world: name one variant with --mutant")
-    plan = make_plan(seed).only(faults, requests)
+    plan = make_plan(seed)
+    check_numbers("--only-faults", faults, [fault.number for fault in plan.faults])
+    check_numbers("--only-requests", requests, [request.number for request in plan.requests])
+    plan = plan.only(faults, requests)
     with planted(mutant):
         result = run_world(plan, is_traced=True)
     if as_json:

@@ -41,6 +41,12 @@ def test_one_seed_shows_its_trace_and_may_be_cut(capsys: pytest.CaptureFixture[s
         (["--seed", "1", "--only-faults", "a"], "comma-separated"),
         (["--seeds", "-1"], "0 or more"),
         (["--seeds-file", "/nonexistent"], "No such file"),
+        (["--seed", "1", "--only-faults", "\u00b2"], "comma-separated"),
+        (["--seed", "1", "--only-requests", "9" * 5000], "comma-separated"),
+        (["--seed", "1", "--only-faults", "0,999"], "and no 999"),
+        (["--seed", "1", "--only-requests", "4000"], "and no 4000"),
+        (["--jobs", "-1"], "--jobs must be 0 to 256, got -1"),
+        (["--jobs", "1000000"], "--jobs must be 0 to 256"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -48,6 +54,18 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     assert main(["verify", "cluster", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(b"\xff\xfe", "is not text"), ("\u00b2".encode(), "is not a seed"), (b"7" * 9999, "seed")],
+)
+def test_a_file_that_lists_no_seeds(text: bytes, words: str, tmp_path: Path) -> None:
+    """Each of them was a traceback."""
+    file = tmp_path / "seeds.txt"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=words):
+        read_seeds(file)
 
 
 def test_recorded_seeds_come_first(tmp_path: Path) -> None:
