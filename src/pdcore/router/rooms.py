@@ -33,6 +33,8 @@ _NOT_ASKED: Final = frozenset(
         "timeout",
     }
 )
+#: Of one field of a request.
+LONG_BYTES: Final = 64 * 1024
 
 
 class Recorded(NamedTuple):
@@ -198,14 +200,18 @@ class Recording:
 
 
 def digest_of(path: str, fields: Mapping[str, msgspec.Raw]) -> bytes | None:
-    """Identity of what a request asks: equal in any order and spacing of its JSON. None for
-    one that is not idempotent, neither greedy nor seeded. A request that says neither may be
-    drawn all the same, by an instance whose defaults are not greedy: its answer says so."""
+    """Identity of what a request asks: equal in any order and spacing of its JSON, but a value
+    of more than :data:`LONG_BYTES` counts as it is written: megabytes of token ids would hold
+    the router's loop for tenths of a second. None for one that is not idempotent, neither
+    greedy nor seeded. A request that says neither may be drawn all the same, by an instance
+    whose defaults are not greedy: its answer says so."""
     try:
         if not _is_idempotent(fields):
             return None
         asked = {
-            name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in _NOT_ASKED
+            name: raw if len(memoryview(raw)) > LONG_BYTES else msgspec.json.decode(raw)
+            for name, raw in fields.items()
+            if name not in _NOT_ASKED
         }
         body = msgspec.json.encode([path, asked], order="sorted")
     except (msgspec.DecodeError, RecursionError):
