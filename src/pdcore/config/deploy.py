@@ -22,10 +22,6 @@ _LOOPBACK_NAMES: Final = frozenset({"localhost", "::1"})
 _WILDCARDS: Final = frozenset({"*", "0.0.0.0", "::"})
 
 
-def _is_loopback(host: str) -> bool:
-    return host in _LOOPBACK_NAMES or host.startswith("127.")
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address is this machine's own, as it is spelled; nothing is resolved."""
     return host in _LOOPBACK_NAMES or host.startswith("127.")
@@ -71,7 +67,7 @@ class DisaggConfig:
                 f"local_ip is {self.local_ip}, an address that nobody can connect to: "
                 "name this node's own one, which other hosts use"
             )
-        if _is_loopback(self.local_ip) and self.other_hosts:
+        if is_loopback(self.local_ip) and self.other_hosts:
             raise ValueError(
                 f"local_ip is {self.local_ip}, where {', '.join(self.other_hosts)} would reach "
                 "itself and not this node: name this node's own address (--ips, --node-index)"
@@ -86,7 +82,7 @@ class DisaggConfig:
         """Hosts that are named and are not this one, which is ``local_ip`` and loopback."""
         asked = (address.rpartition(":")[0] or address for address in self.allowed_bootstraps)
         named = dict.fromkeys(host.strip("[]") for host in (*self.ips, *asked))
-        return tuple(host for host in named if host != self.local_ip and not _is_loopback(host))
+        return tuple(host for host in named if host != self.local_ip and not is_loopback(host))
 
 
 @attrs.frozen
