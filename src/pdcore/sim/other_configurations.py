@@ -101,6 +101,7 @@ OTHER_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         "group-decode-tick", "as group; decode's votes are snapshots, results come later", "D", 1
     ),
     _group("group-prefill-tick", "as group; prefill's votes are snapshots", "P", 1),
+    _group("group-both-ticks", "as group; the votes of both groups are snapshots", "DP", 1),
     _router("router-prompt", "one attempt; nothing is lost and no deadline fires"),
     _router(
         "router-lossy",

@@ -214,13 +214,16 @@ def _breaks(a: Attempt) -> Iterator[LegMove]:
         yield LegMove("decode's connection breaks", True, a._replace(decode_http="b"))
 
 
-def known_cancels(a: Attempt) -> Iterator[tuple[Leg, Attempt]]:
-    """Cancels whose legs can say that they know and are over: answered, they end."""
+def known_cancels(a: Attempt) -> Iterator[tuple[Leg, bool, Attempt]]:
+    """Answers of legs that know what a cancel is about, and are over or need not end: (leg, to
+    the weaker cancel, after it). The answer to a weaker one may come when a stronger one has
+    taken its place."""
     if a.sent & CANCEL_PREFILL and a.prefill in "DF":
-        yield Leg.PREFILL, a._replace(sent=a.sent & ~CANCEL_PREFILL)
-    bits = a.sent & (CANCEL_DECODE | CANCEL_UNLESS)
-    if bits and (a.decode in "DF" or (bits == CANCEL_UNLESS and a.decode == "S")):
-        yield Leg.DECODE, a._replace(sent=a.sent & ~bits)
+        yield Leg.PREFILL, False, a._replace(sent=a.sent & ~CANCEL_PREFILL)
+    if a.sent & CANCEL_DECODE and a.decode in "DF":
+        yield Leg.DECODE, False, a._replace(sent=a.sent & ~CANCEL_DECODE)
+    if a.sent & CANCEL_UNLESS and a.decode in "SDF":
+        yield Leg.DECODE, True, a._replace(sent=a.sent & ~CANCEL_UNLESS)
 
 
 def settled(a: Attempt) -> Attempt:
@@ -237,3 +240,23 @@ def settled(a: Attempt) -> Attempt:
     if not a.is_quiet or a.prefill_http in "qxARUXbr" or a.decode_http in "qxostAIELCXRUebr":
         return a._replace(sent=sent)
     return a._replace(sent=sent & _CANCELS if a.prefill in "DF" or a.decode in "DF" else 0)
+
+
+def unsent(a: Attempt, number: int, resent: set[tuple[int, Leg, bool]]) -> Iterator[str]:
+    """What was cancelled and lives is told again until it answers (Q5 RES)."""
+    its = (number, Leg.PREFILL, False)
+    if a.sent & CANCEL_PREFILL and a.prefill in LIVE_PREFILL + "-" and its not in resent:
+        yield f"the cancel of prefill's attempt {number} is not sent again"
+    its = (number, Leg.DECODE, False)
+    if a.sent & CANCEL_DECODE and a.decode in LIVE_DECODE + "-" and its not in resent:
+        yield f"the cancel of decode's attempt {number} is not sent again"
+
+
+def uncancelled(a: Attempt, number: int) -> Iterator[str]:
+    """A leg of a replaced attempt that nobody has told to stop."""
+    on_way = a.prefill == "-" and a.prefill_http in "qx"
+    if (a.prefill in LIVE_PREFILL or on_way) and not a.sent & CANCEL_PREFILL:
+        yield f"prefill of the replaced attempt {number} goes on uncancelled"
+    on_way = a.decode == "-" and a.decode_http in "qx"
+    if (a.decode in LIVE_DECODE or on_way) and not a.sent & (CANCEL_DECODE | CANCEL_UNLESS):
+        yield f"decode of the replaced attempt {number} goes on uncancelled"

@@ -199,9 +199,18 @@ class RouterSteps:
         """The core's timers at that time."""
         return self._step(number, "timeout", now_s, lambda core: core.handle_timeout(now_s))
 
-    def answered(self, number: int, attempt: int, leg: Leg, now_s: float) -> Outcome:
+    def answered(
+        self, number: int, attempt: int, leg: Leg, now_s: float, *, unless_received: bool = False
+    ) -> Outcome:
         """A leg says that it knows what a cancel is about."""
-        return self.step(number, CancelAnswered(CancelKey(ROOM, attempt, leg), True), now_s)
+        key = CancelKey(ROOM, attempt, leg)
+        return self.step(number, CancelAnswered(key, True, unless_received), now_s)
+
+    def resent(self, number: int) -> set[tuple[int, Leg, bool]]:
+        """Cancels that the core sends until they are answered, as in ``Outcome.cancels``."""
+        entries = operator.attrgetter("_outbox._entries")(self._cores[number])
+        cancels: list[SendCancel] = [entry.cancel for entry in entries.values()]
+        return {(c.key.attempt, c.key.leg, c.unless_received) for c in cancels}
 
     def state(self, number: int) -> RoutedState | None:
         """Of the request; None: the core has closed its books."""

@@ -37,17 +37,14 @@ from pdcore.router.limits import OnPrefillLoss
 from pdcore.sim.explore import Move
 from pdcore.sim.router_legs import (
     ANSWERS,
-    CANCEL_DECODE,
-    CANCEL_PREFILL,
-    CANCEL_UNLESS,
-    LIVE_DECODE,
-    LIVE_PREFILL,
     LOCAL,
     Attempt,
     LegMove,
     known_cancels,
     leg_moves,
     settled,
+    uncancelled,
+    unsent,
 )
 from pdcore.sim.router_steps import GRACE_S, TIMEOUT_S, Outcome, RouterSteps, TracedRouted, traced
 
@@ -148,7 +145,9 @@ class RouterWorld:
         current = self.steps.attempt(state.core)
         for number, attempt in enumerate(state.attempts, 1):
             if state.clock < _LEGS_LATE and number < current:
-                yield from _uncancelled(attempt, number)
+                yield from uncancelled(attempt, number)
+            if state.clock < _LEGS_LATE:
+                yield from unsent(attempt, number, self.steps.resent(state.core))
             if self.is_lossy and state.clock == _ROUTER_LATE and not attempt.is_quiet:
                 yield f"a leg of attempt {number} outlives its deadline"
 
@@ -205,9 +204,11 @@ class RouterWorld:
     def _cancel_answers(
         self, state: RouterState, index: int, a: Attempt
     ) -> Iterator[Move[RouterState]]:
-        for leg, after in known_cancels(a) if self.is_full else ():
-            done = self.steps.answered(state.core, index + 1, leg, _TIMES[state.clock])
-            label = f"{leg.value} answers its cancel #{index + 1}"
+        for leg, is_weak, after in known_cancels(a) if self.is_full else ():
+            now_s = _TIMES[state.clock]
+            done = self.steps.answered(state.core, index + 1, leg, now_s, unless_received=is_weak)
+            word = "weaker cancel" if is_weak else "cancel"
+            label = f"{leg.value} answers its {word} #{index + 1}"
             yield self._move(
                 _with(state, index, settled(after)), done, label, is_fault=self.is_lossy
             )
@@ -374,13 +375,3 @@ def _event(leg: Leg, attempt: int, code: str) -> RouterEvent | None:
     if code == "t":
         return StreamBegan(_TICKET, attempt)
     return StreamEnded(_TICKET, attempt) if code == "e" else None
-
-
-def _uncancelled(a: Attempt, number: int) -> Iterator[str]:
-    """A leg of a replaced attempt that nobody has told to stop."""
-    on_way = a.prefill == "-" and a.prefill_http in "qx"
-    if (a.prefill in LIVE_PREFILL or on_way) and not a.sent & CANCEL_PREFILL:
-        yield f"prefill of the replaced attempt {number} goes on uncancelled"
-    on_way = a.decode == "-" and a.decode_http in "qx"
-    if (a.decode in LIVE_DECODE or on_way) and not a.sent & (CANCEL_DECODE | CANCEL_UNLESS):
-        yield f"decode of the replaced attempt {number} goes on uncancelled"

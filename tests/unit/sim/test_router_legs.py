@@ -60,7 +60,7 @@ def test_a_cancel_waits_for_its_request(leg: Leg, bit: int) -> None:
     assert list(known_cancels(early)) == []
     there = take(early, f"{leg.value} accepts")
     over = take(there, f"{leg.value} gets the cancel")
-    assert [answered for answered, _ in known_cancels(over)] == [leg]
+    assert [(its, weak) for its, weak, _ in known_cancels(over)] == [(leg, False)]
 
 
 def test_a_decode_that_has_its_kv_ignores_the_weaker_cancel() -> None:
@@ -69,7 +69,7 @@ def test_a_decode_that_has_its_kv_ignores_the_weaker_cancel() -> None:
     asked = running.cancelled(Leg.DECODE, unless_received=True)
     assert asked.sent & CANCEL_UNLESS
     assert all("cancel" not in move.label for move in leg_moves(asked, 0, is_lossy=False))
-    assert [leg for leg, _ in known_cancels(asked)] == [Leg.DECODE]
+    assert [(its, weak) for its, weak, _ in known_cancels(asked)] == [(Leg.DECODE, True)]
 
 
 def test_a_dropped_connection_reads_no_more_answers_but_what_it_had() -> None:

@@ -54,6 +54,8 @@ def test_an_answered_cancel_is_forgotten(steps: RouterSteps) -> None:
     once = steps.answered(gone.core, 1, Leg.PREFILL, 0.0)
     again = steps.answered(once.core, 1, Leg.PREFILL, 0.0)
     assert once.core != gone.core
+    assert steps.resent(gone.core) == {(1, Leg.PREFILL, False), (1, Leg.DECODE, False)}
+    assert steps.resent(once.core) == {(1, Leg.DECODE, False)}
     assert again.core == once.core
 
 
@@ -74,3 +76,12 @@ def test_evicting_and_losing_the_fleet_go_by_instances(steps: RouterSteps) -> No
 def test_freezing_tells_apart_what_differs() -> None:
     assert freeze({"a": [1, 2], "b": {3}}) == freeze({"a": [1, 2], "b": {3}})
     assert freeze({"a": [1, 2]}) != freeze({"a": [2, 1]})
+
+
+def test_the_answer_to_a_weaker_cancel_is_none_to_the_stronger_one(steps: RouterSteps) -> None:
+    """Q5 RES: found by the simulated cluster; a lost stronger cancel was not sent again."""
+    evicted = steps.evict(steps.start.core, Leg.PREFILL, 1, 0.0)
+    assert steps.resent(evicted.core) == {(1, Leg.DECODE, True)}
+    gone = steps.step(evicted.core, ClientLeft(1), 0.0)
+    late = steps.answered(gone.core, 1, Leg.DECODE, 0.0, unless_received=True)
+    assert (1, Leg.DECODE, False) in steps.resent(late.core)

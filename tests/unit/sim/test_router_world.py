@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdcore.router.outbox import CancelKey, Outbox
 from pdcore.sim.explore import explore, replay
 from pdcore.sim.router_world import LOSSES, ROUTER_MUTANTS, RouterWorld
 
@@ -73,3 +74,26 @@ def test_a_known_bad_variant_is_caught(
         routed_type=ROUTER_MUTANTS[mutant],
     )
     assert replay(again, found.violations[0].trace)[-1].state == found.violations[0].state
+
+
+def test_a_cancel_that_a_weaker_ones_answer_ends_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Q5 RES: the mutant is what the outbox did: the answer to the weaker cancel ended the
+    stronger one that had taken its place."""
+    good = Outbox.answer
+
+    def any_answer(
+        outbox: Outbox,
+        key: CancelKey,
+        is_known: bool | None,
+        unless_received: bool = False,
+        *,
+        now_s: float,
+    ) -> None:
+        good(outbox, key, is_known, False, now_s=now_s)
+
+    monkeypatch.setattr(Outbox, "answer", any_answer)
+    found = explore(RouterWorld(is_lossy=False, max_attempts=1))
+    with pytest.raises(AssertionError, match="is not sent again"):
+        assert not found.violations, found.violations[0].problem
