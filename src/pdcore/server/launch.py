@@ -38,15 +38,52 @@ class GaveUp(NamedTuple):
     status: int
 
 
-class _Slot:
-    """One rank's place: the process that fills it now, and how often it failed to."""
+#: Who ends sooner than this after it began to serve has hardly served.
+STEADY_S: Final = 2.0
 
-    __slots__ = ("child", "failures", "is_ready", "ready", "task")
+
+class Deaths:
+    """How the processes in one place ended, in a row. Starts that never served have a bound;
+    lives that hardly served only lengthen the pause, for a client's request may be what ends
+    them, and that must neither end the instance nor start processes without a break (D45).
+    ``now_s`` is monotonic time."""
+
+    __slots__ = ("_served_s", "brief", "failures")
+
+    def __init__(self) -> None:
+        #: Starts that never served.
+        self.failures = 0
+        #: Lives that hardly served.
+        self.brief = 0
+        self._served_s: float | None = None
+
+    def served(self, now_s: float) -> None:
+        self.failures = 0
+        self._served_s = now_s
+
+    def died(self, now_s: float) -> None:
+        if self._served_s is None:
+            self.failures += 1
+        else:
+            self.brief = self.brief + 1 if now_s - self._served_s < STEADY_S else 0
+        self._served_s = None
+
+    def pause_s(self, config: ServerConfig) -> float:
+        """Before the next start: doubled for every death but the first."""
+        doublings = min(max(0, self.failures + self.brief - 1), 16)
+        pause_s: float = config.restart_initial_s * 2**doublings
+        return min(pause_s, config.restart_max_s)
+
+
+class _Slot:
+    """One rank's place: the process that fills it now, and how its former ones ended."""
+
+    __slots__ = ("child", "deaths", "is_ready", "ready", "task")
 
     def __init__(self) -> None:
         self.child: Child | None = None
         self.task: asyncio.Task[None] | None = None
-        self.failures = 0
+        self.deaths = Deaths()
         self.is_ready = False
         self.ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -85,7 +122,7 @@ class Supervisor:
         """The worker serves: its next death is a first one again."""
         slot = self._slots[rank]
         slot.is_ready = True
-        slot.failures = 0
+        slot.deaths.served(asyncio.get_running_loop().time())
         if not slot.ready.done():
             slot.ready.set_result(0)
 
@@ -141,16 +178,16 @@ class Supervisor:
             told = f"{detail} (log: {log})" if log is not None else detail
             if self._is_stopping:
                 return
-            was_ready, slot.is_ready = slot.is_ready, False
-            slot.failures += 0 if was_ready else 1
-            is_over = status == EXIT_USAGE or slot.failures > self._config.max_restarts
+            slot.is_ready = False
+            slot.deaths.died(asyncio.get_running_loop().time())
+            is_over = status == EXIT_USAGE or slot.deaths.failures > self._config.max_restarts
             if is_over and not self.gave_up.done():
                 self.gave_up.set_result(GaveUp(f"worker {rank}: {told}", status))
             self._on_lost(rank, detail)
             if is_over:
                 return
             _log.error("worker %d: %s; it is started again", rank, told)
-            await asyncio.sleep(restart_pause_s(self._config, slot.failures))
+            await asyncio.sleep(slot.deaths.pause_s(self._config))
 
     async def _run_once(self, rank: int, slot: _Slot) -> tuple[str, Path | None, int]:
         """One life of a worker: (how it ended, the log that says why, exit status)."""
@@ -184,13 +221,6 @@ class Supervisor:
             child.failure = f"not ready within {self._config.ready_timeout_s:g} s"
             return await child.stop(self._config.stop_timeout_s)
         return await asyncio.shield(exited)
-
-
-def restart_pause_s(config: ServerConfig, failures: int) -> float:
-    """Seconds before the next try after ``failures`` starts in a row that never served."""
-    doublings = min(max(0, failures - 1), 16)
-    pause_s: float = config.restart_initial_s * 2**doublings
-    return min(pause_s, config.restart_max_s)
 
 
 def cpu_slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import attrs
 import msgspec
 
 from pdcore.config import ServerConfig
-from pdcore.server.launch import restart_pause_s
+from pdcore.server.launch import Deaths
 from pdcore.server.leader_main import RouterSpec, Spec
 from pdcore.server.process import (
     Bound,
@@ -49,8 +49,7 @@ class Member:
         self.is_ready = False
         self.problems: list[str] = []
         self.progress = "starting"
-        #: Starts in a row that never served.
-        self.failures = 0
+        self.deaths = Deaths()
         #: It has ended and is not started again.
         self.is_over = False
 
@@ -144,7 +143,9 @@ class Keeper:
         for one in sorted(self.members, key=lambda m: m.role == "router"):
             instances_are_ready = all(m.is_ready for m in self.members if m.role != "router")
             may_be_ready = one.role != "router" or instances_are_ready
-            one.is_ready = one.is_ready or (one.has_started and may_be_ready)
+            if one.has_started and may_be_ready and not one.is_ready:
+                one.is_ready = True
+                one.deaths.served(asyncio.get_running_loop().time())
         self._on_change()
 
     def _on_exit(self, member: Member, spec: Spec) -> None:
@@ -168,20 +169,21 @@ class Keeper:
 
     async def _restart(self, member: Member, spec: Spec) -> None:
         """Start it again at its former addresses, within bounds."""
-        member.failures = 0 if member.is_ready else member.failures + 1
+        loop = asyncio.get_running_loop()
+        member.deaths.died(loop.time())
         member.is_ready = False
         while True:
-            member.is_over = member.failures > self._config.max_restarts
+            member.is_over = member.deaths.failures > self._config.max_restarts
             self._on_change()
             if member.is_over:
                 return
             _log.error("%s %s (log: %s)", member.name, member.status, member.child.log)
-            await asyncio.sleep(restart_pause_s(self._config, member.failures))
+            await asyncio.sleep(member.deaths.pause_s(self._config))
             try:
                 child = self.spawn(member.name, at_former_addresses(spec, member.bound))
             except OSError as error:
                 member.child.failure = f"cannot be started: {error.strerror or error}"
-                member.failures += 1
+                member.deaths.died(loop.time())
                 continue
             member.replace(child)
             self._watch(member, spec)

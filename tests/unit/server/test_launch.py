@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from pdcore.config import ServerConfig
-from pdcore.server.launch import Supervisor, cpu_slice
+from pdcore.server.launch import STEADY_S, Deaths, Supervisor, cpu_slice
 from pdcore.server.process import EXIT_USAGE, Child, spawn
 
 BOUND_S = 30.0
@@ -164,6 +164,43 @@ def test_becoming_ready_forgives_earlier_failures() -> None:
         await rig.supervisor.stop(0)
 
     run(main)
+
+
+def pauses(deaths: Deaths, lives_s: list[float | None]) -> list[float]:
+    """Of a place whose lives serve for so long; None: it never serves."""
+    config, now_s, found = ServerConfig(restart_initial_s=0.5, restart_max_s=4.0), 0.0, []
+    for life_s in lives_s:
+        if life_s is not None:
+            deaths.served(now_s)
+            now_s += life_s
+        deaths.died(now_s)
+        found.append(deaths.pause_s(config))
+    return found
+
+
+def check_hardly_serving_is_no_reason_to_hurry(deaths: Deaths) -> None:
+    assert pauses(deaths, [0.1] * 6) == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+    assert deaths.failures == 0, "a client's request may be what ends them: no end of its own"
+
+
+class ForgivesWhoeverWasReady(Deaths):
+    """Ready once, and everything is forgotten."""
+
+    def served(self, now_s: float) -> None:
+        super().served(now_s)
+        self.brief = 0
+
+
+def test_d45_lives_that_hardly_serve_make_the_pause_longer() -> None:
+    """D45: a worker that died at its first request was started twice a second, for ever."""
+    check_hardly_serving_is_no_reason_to_hurry(Deaths())
+    with pytest.raises(AssertionError):
+        check_hardly_serving_is_no_reason_to_hurry(ForgivesWhoeverWasReady())
+    assert pauses(Deaths(), [0.1, 0.1, STEADY_S, 0.1]) == [0.5, 1.0, 0.5, 0.5]
+    assert pauses(Deaths(), [None, None, 0.1, None]) == [0.5, 1.0, 0.5, 1.0]
+    deaths = Deaths()
+    assert pauses(deaths, [None] * 20)[-1] == 4.0
+    assert deaths.failures == 20
 
 
 def test_a_process_that_cannot_start_counts_as_a_failure() -> None:

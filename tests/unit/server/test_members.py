@@ -85,7 +85,7 @@ def test_d45_whoever_served_is_started_again_at_its_addresses() -> None:
             end(keeper, -9)
             await keeper.until(lambda n=life: len(keeper.specs) == n)
             (member,) = keeper.members
-            assert (member.status, member.failures) == ("starting again", 0)
+            assert (member.status, member.deaths.failures) == ("starting again", 0)
         assert keeper.specs[0] is SPEC
         assert set(map(str, keeper.specs[1:])) == {
             str(at_former_addresses(SPEC, Bound("127.0.0.1:81", "127.0.0.1:82")))
