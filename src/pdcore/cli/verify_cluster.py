@@ -74,15 +74,18 @@ def cluster(
     only_requests
         With --seed: numbers of the requests to keep; `none`: none.
     mutant
-        Plant a known-bad variant; the first seed that catches it ends the run. `all`: each of
-        them, one after the other.
+        Plant a known-bad variant; the first seed that catches it ends the run. `all`: each that
+        a cluster must catch, one after the other.
     as_json
         One JSON object: seeds, requests, virtual_seconds, wall_seconds, faults, violations.
     """
     from pdcore.sim.mutants import find_mutant
 
-    if mutant and mutant != ALL:
-        find_mutant(mutant)
+    if mutant and mutant != ALL and not find_mutant(mutant).patches:
+        raise ConfigError(
+            f"--mutant: {mutant} is planted by the small worlds only; try "
+            f"`pdcore verify lifecycles --mutant {mutant}`"
+        )
     if seed is not None:
         if seeds is not None or seeds_file is not None:
             raise ConfigError("--seed runs one world: leave out --seeds and --seeds-file")
@@ -173,26 +176,24 @@ def run_all(seeds: Sequence[int], jobs: int, mutant: str, *, as_json: bool) -> i
 
 
 def try_all(seeds: Sequence[int], jobs: int, *, as_json: bool) -> int:
-    """Every known-bad variant until a seed catches it; the exit status says whether all are."""
-    from pdcore.sim.mutants import MUTANTS
-    from pdcore.sim.seeds import NOT_HERE, run_seeds
+    """Every variant that a cluster must catch, until a seed does; the exit status says whether
+    all were caught."""
+    from pdcore.sim.mutants import find_mutant
+    from pdcore.sim.seeds import CAUGHT_HERE, run_seeds
 
     rows: list[dict[str, object]] = []
-    for name, mutant in MUTANTS.items():
-        row: dict[str, object] = {"mutant": name, "undoes": mutant.undoes}
-        if name in NOT_HERE:
-            row |= {"caught": None, "why_not_here": NOT_HERE[name]}
-        else:
-            totals = run_seeds(seeds, jobs=jobs, mutant=name)
-            row |= {"caught": bool(totals.violations), "seeds": totals.num_seeds}
-            if totals.violations:
-                row |= totals.violations[0]._asdict()
+    for name in CAUGHT_HERE:
+        row: dict[str, object] = {"mutant": name, "undoes": find_mutant(name).undoes}
+        totals = run_seeds(seeds, jobs=jobs, mutant=name)
+        row |= {"caught": bool(totals.violations), "seeds": totals.num_seeds}
+        if totals.violations:
+            row |= totals.violations[0]._asdict()
         rows.append(row)
         if not as_json:
             print("\n".join(f"{key}: {value}" for key, value in row.items()) + "\n", flush=True)
     if as_json:
         print(json.dumps({"mutants": rows}, indent=2))
-    return int(any(row["caught"] is False for row in rows))
+    return int(not all(row["caught"] for row in rows))
 
 
 def teller(count: int, as_json: bool) -> Callable[[SeedResult], None]:
