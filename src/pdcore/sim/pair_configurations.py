@@ -186,7 +186,7 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         "prefill forgets what ended, tombstones and parked handshakes; its dispatch comes twice",
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
-            _kinds("forget evict unpark"),
+            _kinds("forget@prefill0 evict@prefill0 unpark"),
             fair_deadlines=_kinds("prefill0 decode"),
             duplicates=_kinds("prefill0"),
         ),
@@ -198,8 +198,8 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         "decode forgets what ended and its tombstones; its dispatch comes twice",
         Rules(
             Shape(_ONE, (_FIRST,), num_entities=2),
-            _kinds("forget evict"),
-            fair_deadlines=_kinds("prefill0 decode"),
+            _kinds("forget@decode evict@decode"),
+            fair_deadlines=_kinds("decode"),
             duplicates=_kinds("decode"),
         ),
         "claim-without-lease",
