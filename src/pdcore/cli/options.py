@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -140,5 +141,7 @@ def split_words(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def complain(message: str) -> None:
-    """One message for a person, on standard error."""
-    print(f"pdcore: {message}", file=sys.stderr)
+    """One message for a person, on standard error. Never raises: what must happen after it
+    happens also where nobody reads any more or the disk is full."""
+    with contextlib.suppress(OSError):
+        print(f"pdcore: {message}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -202,6 +203,13 @@ def router_config(node: NodeFlags, engine: EngineFlags, env: Environment) -> Rou
     return build(RouterConfig, given, "router")
 
 
+def _say(text: str) -> None:
+    """A line for whoever reads. Nobody does any more, or the disk is full: it is lost, as a
+    report to a parent that does not read is, and the instance goes on (D45)."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def _run(spec: Spec, place: Workplace | None) -> int:
     """``place`` is None for a router, which has no workers that log."""
     from pdcore.server.leader_main import run_process, set_up_logging
@@ -213,14 +221,14 @@ def _run(spec: Spec, place: Workplace | None) -> int:
         match news:
             case Bound():
                 also = f", bootstrap server on {news.bootstrap}" if news.bootstrap else ""
-                print(f"listening on http://{news.http}{also}", flush=True)
+                _say(f"listening on http://{news.http}{also}")
             case Progress():
-                print(news.text, flush=True)
+                _say(news.text)
             case Ready():
-                print("ready", flush=True)
+                _say("ready")
             case Health():
                 if news.problems:
-                    print(f"not ready: {'; '.join(news.problems)}", flush=True)
+                    _say(f"not ready: {'; '.join(news.problems)}")
             case Failed():
                 complain(news.message)
 

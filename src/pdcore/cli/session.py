@@ -27,20 +27,31 @@ EXIT_FORCED: Final = 130
 
 
 class PipeConsole(Console):
-    """A console whose reader may go away (``pdcore up | head -1``): it falls silent, and says
-    so once instead of raising wherever a line was printed."""
+    """A console whose reader may go away (``pdcore up | head -1``), or whose file may be on a
+    full disk: it falls silent, and says so once instead of raising wherever a line was printed.
+    Without a reader the command ends; for want of a line nobody's request does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_cut: Callable[[], None] = lambda: None
 
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except OSError as failed:
+            self._fall_silent()
+            complain(f"nothing more is printed here: {failed.strerror or failed}")
+
     def on_broken_pipe(self) -> None:
+        self._fall_silent()
+        self.on_cut()
+
+    def _fall_silent(self) -> None:
         self.quiet = True
         # What is still buffered must not raise when the interpreter ends.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-        self.on_cut()
 
 
 class StatusView:
@@ -183,8 +194,8 @@ async def until_told(cluster: Cluster, stopping: asyncio.Event) -> int:
 def _handle_signals(cluster: Cluster, stopping: asyncio.Event, forced: asyncio.Event) -> None:
     def on_signal() -> None:
         if not stopping.is_set():
-            complain("draining; press Ctrl-C again to end at once")
             stopping.set()
+            complain("draining; press Ctrl-C again to end at once")
         else:
             forced.set()
             cluster.kill()

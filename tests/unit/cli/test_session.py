@@ -128,3 +128,36 @@ def test_a_console_whose_reader_left_falls_silent_and_says_so_once() -> None:
     os.close(reader)
     _, said = child.communicate(b"", timeout=60)
     assert (child.returncode, said) == (0, b"cut\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_d45_a_full_disk_costs_lines_and_nothing_else() -> None:
+    """D45: ``pdcore up > log`` on a disk that is full: the first line that could not be written
+    raised in the callback that watches a member, and one death ended the whole cluster. It is
+    no reader who left either, so nothing is cut. The same for what a role says of itself."""
+    code = (
+        "import sys\n"
+        "from pdcore.cli.serve import _say\n"
+        "from pdcore.cli.session import PipeConsole\n"
+        "console = PipeConsole()\n"
+        "console.on_cut = lambda: print('cut', file=sys.stderr)\n"
+        "_say('ready')\n"
+        "for _ in range(3): console.print('line')\n"
+    )
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    told = b"pdcore: nothing more is printed here: No space left on device\n"
+    assert (done.returncode, done.stderr) == (0, told)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_complaint_that_nobody_can_hear_is_no_error() -> None:
+    """D59: it is made in the handler of a signal, and a SIGTERM must drain all the same."""
+    code = "from pdcore.cli.options import complain\ncomplain('x')\nprint('after')"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, timeout=60
+        )
+    assert done.stdout == b"after\n"
