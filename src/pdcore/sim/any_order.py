@@ -26,12 +26,13 @@ from pdcore.fsm.routed import (
 )
 from pdcore.fsm.states import PeerState, RoutedState
 from pdcore.fsm.table import Lifecycle
-from pdcore.sim.explore import Move
+from pdcore.sim.explore import Move, World
 from pdcore.sim.firing import Stateful
 from pdcore.sim.interned import Interned
 from pdcore.types import Incarnation, PeerRef
 
 E = TypeVar("E", bound=Stateful)
+T = TypeVar("T", bound=Hashable)
 
 #: Event of a table -> what it may carry, each with a word for it.
 Payloads = Sequence[tuple[str, str, object]]
@@ -76,14 +77,15 @@ class AnyOrderWorld(Generic[E]):
         for event, word, payload in self.payloads:
             label = f"{event} {word}".rstrip()
             done = self.entities.step(state.entity, event, payload, label)
+            if not done.row:  # ignored: nothing can have changed
+                continue
             counts = tuple(
                 min(2, count + sum(isinstance(effect, kind) for effect in done.effects))
                 for kind, count in zip(self.effects, state.told, strict=True)
             )
             before, after = self.entities.entity(state.entity), self.entities.entity(done.number)
             wrong = self.judge(before, after, done.effects, counts)
-            rows = (done.row,) if done.row else ()
-            yield Move(label, False, AnyState(done.number, counts, wrong), rows)
+            yield Move(label, False, AnyState(done.number, counts, wrong), (done.row,))
 
     def problems(self, state: AnyState) -> Iterable[str]:
         if state.wrong:
@@ -189,3 +191,34 @@ def _judge_peer(before: Peer, after: Peer, effects: Sequence[Effect], counts: Se
     if after.state is PeerState.DEAD and after.is_fenced and not forgotten:
         return "a peer that is dead and fenced is kept for ever"
     return ""
+
+
+# --- several at once ---------------------------------------------------------------------
+
+
+class SideBySide(Generic[T]):
+    """Copies of one world that know nothing of each other: every row is taken in every
+    situation of the others, so the counts of rows say something."""
+
+    def __init__(self, world: World[T], copies: int) -> None:
+        self.world = world
+        self.copies = copies
+
+    def initial(self) -> tuple[T, ...]:
+        return (self.world.initial(),) * self.copies
+
+    def moves(self, state: tuple[T, ...]) -> Iterable[Move[tuple[T, ...]]]:
+        for index, one in enumerate(state):
+            for move in self.world.moves(one):
+                after = (*state[:index], move.state, *state[index + 1 :])
+                yield Move(f"{index}: {move.label}", move.is_fault, after, move.rows)
+
+    def problems(self, state: tuple[T, ...]) -> Iterable[str]:
+        for one in state:
+            yield from self.world.problems(one)
+
+    def is_goal(self, state: tuple[T, ...]) -> bool:
+        return all(self.world.is_goal(one) for one in state)
+
+    def show(self, state: tuple[T, ...]) -> str:
+        return " || ".join(self.world.show(one) for one in state)

@@ -21,7 +21,6 @@ from pdcore.fsm.states import InstanceState as S
 from pdcore.sim.explore import Move
 from pdcore.sim.interned import Interned
 
-NUM_WORKERS: Final = 2
 _TIMER: Final = "timer"
 
 
@@ -43,18 +42,23 @@ def _key(instance: Instance) -> Hashable:
 class InstanceWorld:
     """See the module. ``entity`` may be a known-bad variant."""
 
-    def __init__(self, entity: type[Instance] = Instance, *, num_restarts: int = 2) -> None:
+    def __init__(
+        self, entity: type[Instance] = Instance, *, num_workers: int = 2, num_restarts: int = 2
+    ) -> None:
         self.instances = Interned(INSTANCE, _key)
-        self.start = self.instances.number(entity(NUM_WORKERS))
+        self.start = self.instances.number(entity(num_workers))
+        self.num_workers = num_workers
         self.num_restarts = num_restarts
 
     def initial(self) -> InstanceWorldState:
-        return InstanceWorldState(self.start, "s" * NUM_WORKERS, self.num_restarts, frozenset())
+        return InstanceWorldState(
+            self.start, "s" * self.num_workers, self.num_restarts, frozenset()
+        )
 
     def moves(self, state: InstanceWorldState) -> Iterable[Move[InstanceWorldState]]:
         if state.wrong:
             return
-        for rank in range(NUM_WORKERS):
+        for rank in range(self.num_workers):
             yield from self._worker(state, rank)
         yield from self._leader(state)
 
@@ -71,7 +75,7 @@ class InstanceWorld:
         instance = self.instances.entity(state.instance)
         if instance.state is S.STOPPED:
             return not set(state.workers) & {"s", "r"}
-        return instance.state is S.READY and state.workers == "r" * NUM_WORKERS
+        return instance.state is S.READY and state.workers == "r" * self.num_workers
 
     def show(self, state: InstanceWorldState) -> str:
         instance = self.instances.entity(state.instance)
@@ -137,7 +141,7 @@ class InstanceWorld:
         if now is S.DRAINING:
             if not set(state.workers) & {"s", "r"}:
                 yield self._feed(state, "drained", None, "every worker has exited")
-            killed = state._replace(workers="x" * NUM_WORKERS)
+            killed = state._replace(workers="x" * self.num_workers)
             yield self._feed(
                 killed, "deadline_expired", late, "draining takes too long", is_fault=True
             )

@@ -7,7 +7,7 @@ from typing import Final
 from pdcore.fsm.instance import Instance
 from pdcore.router.limits import OnPrefillLoss
 from pdcore.scheduler.peers import PeerBook
-from pdcore.sim.any_order import peer_alone, routed_alone
+from pdcore.sim.any_order import SideBySide, peer_alone, routed_alone
 from pdcore.sim.configurations import Configuration, configuration
 from pdcore.sim.group_world import GROUP_MUTANTS, group_world
 from pdcore.sim.instance_world import INSTANCE_MUTANTS, InstanceWorld
@@ -134,15 +134,15 @@ OTHER_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     configuration(
         "routed-alone",
         "the table of a routed request: any event, any attempt, any order",
-        lambda mutant: routed_alone(),
-        bounds={"attempts": 3},
+        lambda mutant: SideBySide(routed_alone(), 2),
+        bounds={"requests": 2, "attempts": 3},
         invariants=("one answer, one end, nothing after it", *_ENDS),
     ),
     configuration(
         "peer-alone",
         "the table of a peer: any event in any order",
-        lambda mutant: peer_alone(),
-        bounds={"lives": 1},
+        lambda mutant: SideBySide(peer_alone(), 3),
+        bounds={"peers": 3, "lives": 1},
         invariants=("dead only by proof, forgotten only dead and fenced", *_ENDS),
     ),
     configuration(
@@ -167,6 +167,13 @@ OTHER_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         ),
         catches=("replaced-comes-back",),
         context=rank_watching,
+    ),
+    configuration(
+        "instances",
+        "two instances of one worker each, side by side: every row in many situations",
+        lambda mutant: SideBySide(InstanceWorld(num_workers=1, num_restarts=1), 2),
+        bounds={"instances": 2, "workers": 1, "restarts": 1},
+        invariants=("as instance", *_ENDS),
     ),
     configuration(
         "instance",

@@ -9,7 +9,7 @@ import pytest
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.peer import PEER, Peer
 from pdcore.fsm.routed import ROUTED, Answer, EndStream, Routed
-from pdcore.sim.any_order import AnyOrderWorld, peer_alone, routed_alone
+from pdcore.sim.any_order import AnyOrderWorld, SideBySide, peer_alone, routed_alone
 from pdcore.sim.explore import explore
 from pdcore.sim.firing import ROW_IDS
 
@@ -74,3 +74,11 @@ def test_an_event_without_a_payload_leaves_its_rows_untaken() -> None:
 def test_a_peer_shows_itself() -> None:
     world = peer_alone()
     assert repr(Peer.__name__)[1:-1] in world.show(world.initial())
+
+
+def test_copies_side_by_side_know_nothing_of_each_other() -> None:
+    alone = explore(peer_alone())
+    both = explore(SideBySide(peer_alone(), 2))
+    assert both.violations == ()
+    assert both.states == alone.states**2
+    assert all(both.rows[row] > count for row, count in alone.rows.items())

@@ -66,7 +66,8 @@ def test_a_mutant_is_caught(mutant: type[Rank], problem: str) -> None:
 
 def test_an_old_registration_does_not_undo_a_restart() -> None:
     """D32, as a history: A registers, dies, is forgotten; B comes; A's packet comes again."""
-    way = ["A registers port 1", "A dies", *["a second passes"] * 4, "B starts", "B registers"]
+    wait = ["a second passes"] * int(LEASE_S + RETENTION_S + 1)
+    way = ["A registers port 1", "A dies", *wait, "B starts", "B registers"]
     steps = replay(RankWorld(), [*way, "A registers port 1"])
     assert "incarnation=bbbbbbbb" in steps[-1].state
     assert not steps[-1].problems
