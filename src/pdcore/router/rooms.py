@@ -86,13 +86,14 @@ class Rooms:
 
     def leave(self, room: int, ticket: int, until_s: float | None) -> None:
         """The request is over. ``until_s``: it finished, and its room came from the client, so
-        it is remembered until then; None: it did not, or the room was ours."""
+        it is remembered until then; None: it did not, or the room was ours. One that ended
+        before its first dispatch replaced nothing: the room's lost attempt is still the last."""
         if self._live.get(room) != ticket:
             return  # replaced by a newer request
         del self._live[room]
-        self._lost.pop(room, None)
         if until_s is None:
             return
+        self._lost.pop(room, None)
         self._drop(room)
         self._results[room] = _Result(until_s)
         self._trim()

@@ -419,6 +419,23 @@ def test_a_retry_after_a_failure_names_what_it_replaces_by_itself() -> None:
     assert again.attempt != dispatch.attempt
 
 
+def test_d7_a_request_that_was_never_dispatched_does_not_forget_what_its_room_lost() -> None:
+    """D7: lost, asked again while no instance is ready (503), asked once more: the dispatch
+    still names the attempt that may drain somewhere, or that instance would answer 409."""
+    router = Router()
+    ticket, dispatch = router.submit(room=5)
+    router.event(ClientLeft(ticket))
+    decode = router.fleet.decodes[0]
+    router.fleet.mark_down(decode, "no answer")
+    router.core.submit(ClientFields(room=5), 1.0, 1001.0)
+    router.poll()
+    refused = router.of(Answer)[-1].failure
+    assert refused is not None
+    assert refused.code == "unavailable"
+    router.fleet.report(decode, Report(True, "Up", dp_size=4))
+    assert router.submit(room=5)[1].added["replaces"] == dispatch.attempt
+
+
 def test_a_room_that_was_served_is_known_to_be_finished() -> None:
     """D7: its result is given again or its room refused (:mod:`pdcore.router.rooms`); rooms of
     the router's own making are forgotten."""
