@@ -74,6 +74,9 @@ class SimRouter:
                 grace_s=GRACE_S,
                 cancel_max_s=1.0,
                 cancel_unknown_s=4.0,
+                on_prefill_loss=site.plan.options.on_prefill_loss,
+                max_results=8,
+                result_ttl_s=2.0,
             ),
             probe_interval_s=PROBE_S,
         )

@@ -12,6 +12,7 @@ from typing import Final
 
 import attrs
 
+from pdcore.router.limits import OnPrefillLoss
 from pdcore.transports.base import Revocation
 
 #: Requests of one world, and the span in which they arrive, in seconds.
@@ -53,6 +54,8 @@ FAULT_KINDS: Final[Mapping[str, int]] = {
 }
 #: Chance that a client leaves before its answer.
 LEAVES: Final = 0.12
+#: Chance that a client names the room of its request.
+NAMED_ROOMS: Final = 0.05
 
 
 @attrs.frozen
@@ -84,6 +87,8 @@ class Request:
     seed: int | None
     #: The client closes its connection so long after it asked.
     leaves_after_s: float | None
+    #: The client names its room, and asks for it twice (D7).
+    room: int | None = None
 
 
 @attrs.frozen
@@ -101,6 +106,7 @@ class WorldOptions:
     #: Writes that are cancelled or whose process died still land.
     late_writes: bool = False
     is_shuffled: bool = False
+    on_prefill_loss: OnPrefillLoss = OnPrefillLoss.RETRY
 
 
 @attrs.frozen
@@ -137,7 +143,10 @@ def make_plan(seed: int) -> Plan:
     faults = tuple(_fault(rng, number, kind, options) for number, kind in enumerate(kinds))
     for fault in faults:
         requests += _more_requests(rng, fault, len(requests))
-    return Plan(seed, options, requests, faults)
+    # From a source of its own: what was drawn so far stays what it is.
+    more = random.Random(f"pdcore router {seed}")
+    options = attrs.evolve(options, on_prefill_loss=more.choice(list(OnPrefillLoss)))
+    return Plan(seed, options, _with_rooms(more, requests), faults)
 
 
 def names(options: WorldOptions) -> tuple[list[str], list[str]]:
@@ -193,6 +202,20 @@ def _more_requests(rng: random.Random, fault: Fault, first: int) -> tuple[Reques
         longest = tuple(rng.randrange(3, VOCABULARY) for _ in range(MAX_PROMPT))
         more = [attrs.evolve(r, prompt=longest, max_tokens=8) for r in more]
     return tuple(attrs.evolve(r, at_s=fault.at_s) for r in more)
+
+
+def _with_rooms(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Some clients name a room and ask for it again, at once or later."""
+    found: list[Request] = []
+    twins: list[Request] = []
+    for request in requests:
+        if rng.random() < NAMED_ROOMS:
+            request = attrs.evolve(request, room=rng.getrandbits(62) + 1)
+            at_s = request.at_s + rng.choice((0.0, 0.02, 0.5))
+            number = len(requests) + len(twins)
+            twins.append(attrs.evolve(request, number=number, at_s=at_s, leaves_after_s=None))
+        found.append(request)
+    return (*found, *twins)
 
 
 def _moment(rng: random.Random) -> float:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from pdcore.sim.plan import FAULT_KINDS, MIN_FAULTS, MIN_REQUESTS, make_plan, names
+from pdcore.sim.plan import FAULT_KINDS, MIN_FAULTS, MIN_REQUESTS, Request, make_plan, names
 
 
 def test_the_fixed_mix() -> None:
@@ -18,7 +18,7 @@ def test_the_fixed_mix() -> None:
         assert len(plan.faults) >= MIN_FAULTS >= 5
         assert all(1 <= r.max_tokens <= 8 for r in plan.requests)
         streamed = sum(r.is_streamed for r in plan.requests)
-        assert abs(streamed * 2 - len(plan.requests)) <= 1
+        assert 0.4 < streamed / len(plan.requests) < 0.6
         assert min(plan.options.num_prefill, plan.options.num_decode) >= 2
         assert [r.number for r in plan.requests] == list(range(len(plan.requests)))
         kinds.update(f.kind for f in plan.faults)
@@ -57,3 +57,18 @@ def test_a_target_and_its_other_have_different_roles() -> None:
         for fault in plan.faults:
             assert (fault.target in prefills) != (fault.other in prefills)
             assert {fault.target, fault.other} <= {*prefills, *decodes}
+
+
+def test_a_named_room_is_asked_for_twice() -> None:
+    """D7: the same room, live or finished."""
+    found = 0
+    for seed in range(20):
+        rooms: dict[int, list[Request]] = {}
+        for request in make_plan(seed).requests:
+            if request.room is not None:
+                rooms.setdefault(request.room, []).append(request)
+        for first, second in rooms.values():
+            assert first.prompt == second.prompt
+            assert first.at_s <= second.at_s
+            found += 1
+    assert found > 20
