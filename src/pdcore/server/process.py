@@ -187,7 +187,11 @@ def spawn(
     report_in, report_out = os.pipe()
     try:
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log.open("ab")) if log is not None else None
+            output = None
+            if log is not None:
+                # Cleaners of temporary folders take what is old, also of those who live (D45).
+                log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(report_out), str(os.getpid())],
                 stdin=subprocess.PIPE,

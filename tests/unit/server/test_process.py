@@ -115,6 +115,21 @@ def test_a_crash_before_ready_leaves_its_words_in_the_log(modules: Path, tmp_pat
     asyncio.run(run())
 
 
+def test_d45_a_log_folder_that_a_cleaner_took_is_made_again(modules: Path, tmp_path: Path) -> None:
+    """D45: what cleans temporary folders takes those of long runs too; then the next death
+    could not be repaired ("No such file or directory"), and ended the whole cluster."""
+
+    async def run() -> None:
+        child = spawn("w", "child_crash", b"x", log=tmp_path / "gone" / "prefill-0" / "log_0.log")
+        assert await until_ready(child) == []
+        assert child.exited is not None
+        assert await child.exited == 1
+        assert child.log is not None
+        assert "boom" in child.log.read_text()
+
+    asyncio.run(run())
+
+
 def test_a_failure_says_why(modules: Path) -> None:
     async def run() -> None:
         child = spawn("w", "child_fail", b"x")
