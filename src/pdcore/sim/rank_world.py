@@ -35,8 +35,8 @@ from pdcore.sim.interned import Cores
 from pdcore.topology import ParallelLayout
 
 PLACES: Final = ("0,0,0", "0,0,1")
-LEASE_S: Final = 3.0
-RETENTION_S: Final = 4.0
+LEASE_S: Final = 4.0
+RETENTION_S: Final = 21.0
 _EXPIRED_S: Final = LEASE_S + RETENTION_S
 #: Life -> its incarnation; C is the one at place 1.
 LIVES: Final = {"A": "a" * 32, "B": "b" * 32, "C": "c" * 32}
