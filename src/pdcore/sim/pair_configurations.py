@@ -179,7 +179,7 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
     _pair(
         "running",
         "the request runs at decode while late messages about its transfer come",
-        Rules(Shape(_ONE, (_FIRST,), num_outputs=2), _kinds("abort deadline drain transfer")),
+        Rules(Shape(_ONE, (_FIRST,), num_outputs=4), _kinds("abort deadline drain transfer")),
     ),
     _pair(
         "prefill-forgets",
