@@ -89,12 +89,18 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def chaos(session: nox.Session) -> None:
     """Whole clusters of real processes while parts of them are killed, stopped, starved and
-    restarted, the late-write harness, and two minutes of random kills."""
+    restarted, and the late-write harness."""
     install_full(session)
     pytest(session, "tests/chaos", workers=1)
-    if not session.posargs:
-        kills = ("-m", "tests.chaos.random_kills", "--seconds", "120", "--json")
-        session.run("python", *kills, env=KEEP_BYTECODE)
+
+
+@nox.session
+def kills(session: nox.Session) -> None:
+    """Two minutes of random kills under load; `-- --seconds 1800 --seed N` for longer."""
+    install_full(session)
+    arguments = session.posargs or ("--seconds", "120")
+    kill = ("python", "-m", "tests.chaos.random_kills", "--json", *arguments)
+    session.run(*kill, env=KEEP_BYTECODE)
 
 
 @nox.session
@@ -106,29 +112,35 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def verify(session: nox.Session) -> None:
-    """Every state of the small worlds, and every known-bad variant, each of which must be
-    caught; about five minutes on an idle core."""
+    """Every state of the small worlds; some minutes on an idle core."""
     install(session, "-e", ".[testing]")
     with tempfile.TemporaryDirectory() as folder:
         lifecycles = ("pdcore", "verify", "lifecycles", "--save", folder)
         session.run(*lifecycles, *session.posargs, env=KEEP_BYTECODE)
-        if not session.posargs:
-            session.run(*lifecycles, "--mutant", "all", env=KEEP_BYTECODE)
-            session.run(*lifecycles, "--walks", "200", env=KEEP_BYTECODE)
 
 
 @nox.session
 def sim(session: nox.Session) -> None:
-    """Whole clusters on virtual time: every recorded seed, 500 fresh ones, and the known-bad
-    variants, each of which must be caught within 500 seeds; some minutes on an idle core."""
+    """Whole clusters on virtual time: every recorded seed and 500 fresh ones."""
     install(session, "-e", ".[testing]")
-    cluster = ("pdcore", "verify", "cluster", "--jobs", "2")
     # Fresh means that nobody has run them: the start is in the command that nox prints.
     start = str(int(time.time()))
     fresh = ("--seeds-file", "tests/sim/seeds.txt", "--seeds", "500", "--start", start)
-    session.run(*cluster, *(session.posargs or fresh), env=KEEP_BYTECODE)
-    if not session.posargs:
-        session.run(*cluster, "--seeds", "500", "--mutant", "all", env=KEEP_BYTECODE)
+    cluster = ("pdcore", "verify", "cluster", "--jobs", "2", *(session.posargs or fresh))
+    session.run(*cluster, env=KEEP_BYTECODE)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Every known-bad variant must be caught, by the small worlds and by the clusters; and
+    random walks through mixes that are too large to explore."""
+    install(session, "-e", ".[testing]")
+    with tempfile.TemporaryDirectory() as folder:
+        lifecycles = ("pdcore", "verify", "lifecycles", "--save", folder)
+        session.run(*lifecycles, "--mutant", "all", env=KEEP_BYTECODE)
+        session.run(*lifecycles, "--walks", "200", env=KEEP_BYTECODE)
+    cluster = ("pdcore", "verify", "cluster", "--jobs", "2", "--seeds", "500")
+    session.run(*cluster, "--mutant", "all", env=KEEP_BYTECODE)
 
 
 @nox.session
