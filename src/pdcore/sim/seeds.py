@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from pdcore.server.process import die_with_parent
 from pdcore.sim.mutants import planted
 from pdcore.sim.plan import make_plan
 from pdcore.sim.shrink import MAX_TRIES, replay_command, shrink
@@ -140,7 +142,8 @@ def _results(seeds: Sequence[int], jobs: int, mutant: str) -> Iterator[SeedResul
     # Fresh interpreters: nothing of this process, threads least of all, is inherited.
     context = multiprocessing.get_context("spawn")
     work: Iterable[tuple[int, str]] = [(seed, mutant) for seed in seeds]
-    with context.Pool(jobs) as pool:
+    # None of them works on when this process is killed.
+    with context.Pool(jobs, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
         yield from pool.imap(_run_one, work, chunksize=4)
 
 

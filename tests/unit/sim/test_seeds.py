@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from pdcore.scheduler.decode import DecodeCore
@@ -75,3 +79,22 @@ def test_a_queue_of_ones_own_that_leaks_is_found() -> None:
         if messages:
             break
     assert any("kv" in text.lower() or "blocks" in text for text in messages)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death")
+def test_no_job_works_on_for_a_parent_that_was_killed() -> None:
+    """Each went on with the seeds that it had; here one of them never ends. Standard output
+    ends with the last process that holds it."""
+    code = (
+        "import os, signal\n"
+        "from pdcore.sim.seeds import run_seeds\n"
+        "class Endless:\n"
+        "    def __reduce__(self): return signal.pause, ()\n"
+        "def kill(found):\n"
+        "    print('first', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "run_seeds([11, 12, 13, 14] + [Endless()] * 12, jobs=2, on_result=kill)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"first\n")
