@@ -141,7 +141,6 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
         "a request sent in two chunks, early",
         Rules(Shape(_ONE, (_FIRST,), num_chunks=2), _kinds("abort engine transfer unsure")),
         "ack-between-chunks",
-        "no-poison",
     ),
     _pair(
         "dummy",
