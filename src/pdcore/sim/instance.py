@@ -35,12 +35,14 @@ class SimInstance:
         self.graves: list[Process] = []
         self._on_stepped = on_stepped
         self._is_draining = False
+        #: It was stopped in this life: what it must do in a certain time may come later.
+        self._stood_still = False
         self._skew_s = (site.rng.random() * 2 - 1) * MAX_SKEW_S
 
     def start(self) -> None:
         """A fresh leader, its bootstrap server, then its worker."""
         self.leader = SimLeader(self.site, self.seat, self._skew_s)
-        self._is_draining = False
+        self._is_draining = self._stood_still = False
         self._spawn(self.leader)
 
     # --- what a plan does -----------------------------------------------------------------
@@ -96,6 +98,7 @@ class SimInstance:
 
     def pause(self, what: str) -> None:
         """SIGSTOP of ``worker`` or ``leader``: a worker's writes stand still with it."""
+        self._stood_still = True
         if what == "leader" and self.leader is not None:
             self.site.loop.stop_process(self.leader.process)
         elif what == "worker" and self.rank is not None:
@@ -144,7 +147,8 @@ class SimInstance:
 
     def _give_up(self, leader: SimLeader) -> None:
         if leader is self.leader:
-            self.site.violate(f"{self.seat.name} has not drained in time: {self.rank}")
+            if not self._stood_still:
+                self.site.violate(f"{self.seat.name} has not drained in time: {self.rank}")
             self._exit(leader)
 
     def _exit(self, leader: SimLeader) -> None:

@@ -94,3 +94,17 @@ def test_a_bootstrap_server_that_forgot_everything_is_told_again() -> None:
             assert (await ask(cluster, REQUEST)).is_ok
 
     in_world(make_plan(1), scenario)
+
+
+def test_a_stopped_instance_that_is_told_to_drain_is_ended_and_not_blamed() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        prefill = cluster.instances["p1"]
+        former = life(prefill)
+        prefill.pause("worker")
+        prefill.drain(0.3)
+        await pass_time(3.0)
+        prefill.resume()
+        assert life(prefill) != former
+        assert problems(prefill) == []
+
+    in_world(make_plan(1), scenario)
