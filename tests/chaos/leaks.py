@@ -11,6 +11,11 @@ from typing import NamedTuple
 
 #: Sockets come and go with kept-alive connections: up to so many more are no leak.
 SOCKETS_MARGIN = 24
+#: The router keeps as many idle connections to each of its four instances as were ever busy
+#: at once, 16 at most in these tests, and a calm start needs few of them. Stopping workers
+#: in turn, without a death, takes it from 42 to 70 and no further. A leak of fewer sockets
+#: than this in the router is not seen here.
+ROUTER_SOCKETS_MARGIN = 4 * 16
 #: Pools that start threads on demand: two for a worker's slow calls and one that copies;
 #: asyncio's default executor in the others.
 WORKER_THREADS_MARGIN = 3
@@ -51,7 +56,8 @@ def grown(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> list[str
     found = []
     for part, (fds, threads) in now.items():
         for kind, count in fds.items():
-            margin = SOCKETS_MARGIN if kind == "socket" else 0
+            sockets = ROUTER_SOCKETS_MARGIN if part == "router" else SOCKETS_MARGIN
+            margin = sockets if kind == "socket" else 0
             if count > before[part].descriptors[kind] + margin:
                 was = before[part].descriptors[kind]
                 found.append(f"{part}: {count} {kind} descriptors, {was} before")
