@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdcore.assembly import WorkerOptions, build_worker
-from pdcore.control.messages import Finished, WorkerHealth, WorkerMessage
+from pdcore.control.messages import Finished, LeaderMessage, WorkerMessage
 from pdcore.control.zmq import ZmqChannel
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import EngineError
@@ -110,16 +111,33 @@ def test_a_loop_that_fails_says_so(fabric: LoopbackFabric, monkeypatch: pytest.M
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     ends: list[bool] = []
 
-    def listen(message: WorkerMessage) -> None:
-        if isinstance(message, WorkerHealth):
+    class Broken(LocalPort):
+        def receive(self, limit: int = 256) -> list[LeaderMessage]:
             raise RuntimeError("the host's own mistake")
 
-    worker = make_worker(Role.PREFILL, LocalPort(listen), fabric, NotedRunner())
-    thread = WorkerThread(worker, ends.append)
+    thread = WorkerThread(make_worker(Role.PREFILL, Broken(), fabric, NotedRunner()), ends.append)
     thread.start()
     assert thread.join(PATIENCE_S)
     assert thread.stop() == []
     assert ends == [False]
+
+
+def test_d45_a_listener_that_fails_costs_its_message_not_the_loop(fabric: LoopbackFabric) -> None:
+    """D45: the callback is the host's, the loop serves everybody."""
+    heard = threading.Event()
+    calls = itertools.count()
+
+    def listen(message: WorkerMessage) -> None:
+        if next(calls):
+            heard.set()
+        raise RuntimeError("the host's own mistake")
+
+    thread = WorkerThread(make_worker(Role.PREFILL, LocalPort(listen), fabric, NotedRunner()))
+    thread.start()
+    try:
+        assert heard.wait(PATIENCE_S), "the loop ended with its first message"
+    finally:
+        assert thread.stop(PATIENCE_S) == []
 
 
 def test_one_that_never_started_is_closed_too(fabric: LoopbackFabric) -> None:

@@ -55,7 +55,7 @@ def test_watched_classes_log_the_rows_they_take_and_are_given_back() -> None:
     original = vars(Sender)["failed"]
     with watching(log, (SENDER, Sender)):
         entity = sender()
-        assert entity.failed() == ()
+        assert not entity.failed()
         assert entity.failed() is None
     assert log.taken() == ("sender: row Bootstrapping --failed--> Failed",)
     assert vars(Sender)["failed"] is original

@@ -25,7 +25,9 @@ def test_a_world_with_its_faults_holds() -> None:
 def test_without_faults_everything_succeeds_but_what_is_too_much() -> None:
     result = run_world(make_plan(1).only(faults=[]))
     assert result.violations == []
-    assert result.outcomes.keys() <= {"ok", "left", "overloaded"}
+    # Some of the requests have hardly any time.
+    assert result.outcomes.keys() <= {"ok", "left", "overloaded", "deadline_exceeded"}
+    assert result.outcomes["ok"] > result.num_requests / 2
 
 
 def test_the_same_seed_is_the_same_world_in_any_process() -> None:
