@@ -5,8 +5,8 @@ a request that is wrong (4xx), a deadline, a cancel, an error of the model (``in
 instances that do not fit (``incompatible``). Never after a token, past the deadline or
 beyond ``max_attempts``: those rules are the core's.
 
-Who is to blame is not always known: decode reports ``peer_lost`` for a prefill rank that is
-gone and for a worker of its own. So a loss lists alternatives of what to avoid, best first,
+Who is to blame is not always known: a peer that decode calls lost may be well, and the
+connection between them broken. So a loss lists alternatives of what to avoid, best first,
 and the first one that leaves a pair of instances is taken.
 """
 
@@ -49,6 +49,7 @@ _BY_CODE: Final = {
     "unreachable": Loss((_P,), True),
     "unavailable": Loss((_BOTH, _D, _P)),
     "shutting_down": Loss((_BOTH, _D, _P)),
+    "worker_lost": Loss((_D,)),
     "out_of_memory": Loss((_D,)),
 }
 PREFILL_EVICTED: Final = Loss((_P,), True)

@@ -252,8 +252,9 @@ class Dispatcher:
         hit = list(self._pending.values())
         why = effect.failure
         if effect.rank is not None:
-            # Work may have been lost: not the same as an instance that takes nothing.
-            why = failure("peer_lost", why.detail)
+            # Work may have been lost: not the same as an instance that takes nothing; and it
+            # was ours, not a peer's: a router must know whom to avoid.
+            why = failure("worker_lost", why.detail)
             leader = self.workers.leader_of(effect.rank)
             self._aborts.lose(leader)
             hit = [pending for pending in hit if pending.to_rank == leader]

@@ -37,6 +37,7 @@ ALLOWED_CODES: Final = frozenset(
         "transfer_failed",
         "unavailable",
         "unreachable",
+        "worker_lost",
     }
 )
 #: Networks and queues between client and router, in seconds.

@@ -528,6 +528,16 @@ def test_on_prefill_loss_fail_answers_the_failure() -> None:
     assert len(router.of(Dispatch)) == 1
 
 
+def test_a_decode_that_loses_its_own_worker_is_replaced_under_every_policy() -> None:
+    """Decode is lost and nothing streamed; prefill is not to blame."""
+    router = Router(num_decode=2, on_prefill_loss=OnPrefillLoss.FAIL)
+    ticket, first = router.submit()
+    router.event(LegAnswered(ticket, first.attempt, D, 503, "worker_lost"))
+    second = router.of(Dispatch)[-1]
+    assert second.decode is not first.decode
+    assert router.of(Answer) == []
+
+
 def test_on_prefill_loss_local_prefill_decode_computes_the_prompt() -> None:
     """One leg only, at the decode that reported the loss; it names no bootstrap server, and
     nothing is ever cancelled at a prefill that has no part in it."""
@@ -547,7 +557,7 @@ def test_on_prefill_loss_local_prefill_decode_computes_the_prompt() -> None:
 
 
 def test_a_local_prefill_that_is_lost_goes_to_a_pair_again() -> None:
-    """peer_lost may have been a worker of that decode itself."""
+    """peer_lost may have been that decode's own connection."""
     router = Router(num_decode=2, on_prefill_loss=OnPrefillLoss.LOCAL_PREFILL, retry_initial_s=0.5)
     ticket, first = router.submit()
     router.event(LegAnswered(ticket, first.attempt, D, 503, "peer_lost"))

@@ -32,6 +32,7 @@ WORTH_IT = {
     "transfer_failed",
     "bad_metadata",
     "peer_lost",
+    "worker_lost",
     "unreachable",
     "unavailable",
     "shutting_down",
@@ -98,7 +99,7 @@ def test_a_decode_that_gives_up_for_an_evicted_prefill_has_not_its_kv() -> None:
 def test_a_lost_peer_may_be_either_so_both_are_avoided_where_that_can_be(
     num_prefill: int, num_decode: int, pair: tuple[str, str] | None
 ) -> None:
-    """Decode says peer_lost of a prefill rank that is gone, and of a worker of its own."""
+    """Decode says peer_lost of a prefill rank that is gone, or that it cannot reach."""
     fleet = fleet_of(num_prefill, num_decode)
     live = live_in(fleet)
     plan = plan_retry(

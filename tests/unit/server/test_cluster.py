@@ -149,7 +149,7 @@ async def until_served(client: HttpClient, url: str, prompt: list[int]) -> list[
         try:
             return await complete(client, url, prompt)
         except AssertionError as error:
-            if "unavailable" not in str(error) and "peer_lost" not in str(error):
+            if "unavailable" not in str(error) and "worker_lost" not in str(error):
                 raise
 
 

@@ -168,7 +168,7 @@ def test_a_dead_worker_fails_its_requests_and_refuses_new_ones() -> None:
         ended = await lost.next()
         assert isinstance(ended, Ended)
         assert ended.failure is not None
-        assert (ended.failure.code, ended.failure.http_status) == ("peer_lost", 503)
+        assert (ended.failure.code, ended.failure.http_status) == ("worker_lost", 503)
         assert "signal 9" in ended.failure.detail
         assert not spared.has_ended
         with pytest.raises(Refused):

@@ -140,7 +140,7 @@ def test_a_loop_that_fails_is_an_unhealthy_instance(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(decode.worker.ports.leader, "receive", broken)
             decode.worker.background.wake()
             reply = await waiting.done()
-            assert (reply.status, reply.json()["error"]["code"]) == (503, "peer_lost")
+            assert (reply.status, reply.json()["error"]["code"]) == (503, "worker_lost")
             health = await call(decode.app, "GET", "/health")
             assert health.status == 503
             assert "ended with an error" in health.json()["problems"][0]

@@ -136,7 +136,7 @@ async def exited(pid_fd: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
 def test_a_stuck_worker_is_killed_and_restarted(tmp_path: Path) -> None:
-    """D45: a process that hangs is like one that died. What it had fails with peer_lost
+    """D45: a process that hangs is like one that died. What it had fails with worker_lost
     instead of waiting for its own deadline, and the next life serves."""
 
     async def main() -> None:
@@ -152,7 +152,7 @@ def test_a_stuck_worker_is_killed_and_restarted(tmp_path: Path) -> None:
         status, answer = await rig.request(
             "POST", rig.leader.instance, "/generate", {**body, **where}
         )
-        assert (status, answer["error"]["code"]) == (503, "peer_lost")
+        assert (status, answer["error"]["code"]) == (503, "worker_lost")
         assert "no health report for 0.5 s" in answer["error"]["message"]
         await exited(pid_fd)
         await rig.until(lambda: rig.reports[-1] == Health([]))

@@ -353,10 +353,10 @@ def test_a_stream_that_fails_ends_with_an_error_event_and_without_done() -> None
         one = await begin(world, app_of(world), stream=True)
         world.tokens(KEY, list(b"a"))
         await one.until(lambda r: b'"text":"a"' in r.body)
-        world.finish(KEY, "error", failure("peer_lost", "worker 0 is gone"))
+        world.finish(KEY, "error", failure("worker_lost", "worker 0 is gone"))
         reply = await one.done()
         assert reply.is_complete
-        assert reply.events()[-1]["error"]["code"] == "peer_lost"
+        assert reply.events()[-1]["error"]["code"] == "worker_lost"
         assert b"[DONE]" not in reply.body
 
     run(play())
