@@ -40,6 +40,8 @@ ALLOWED_CODES: Final = frozenset(
         "worker_lost",
     }
 )
+#: The same while nothing has gone wrong yet: the load alone can do no more.
+CALM_CODES: Final = frozenset({"deadline_exceeded", "out_of_memory", "overloaded", "room_in_use"})
 #: Networks and queues between client and router, in seconds.
 SLACK_S: Final = 1.0
 
@@ -124,10 +126,13 @@ async def _exchange(client: WireClient, request: Request, outcome: Outcome) -> N
         "POST", ROUTER, request.path, msgspec.json.encode(body), timeout=Timeout(5.0, None, None)
     )
     outcome.status = response.status
-    if (response.header(b"content-type") or b"").startswith(b"text/event-stream"):
+    is_stream = (response.header(b"content-type") or b"").startswith(b"text/event-stream")
+    if response.status == 200 and is_stream is not request.is_streamed:
+        outcome.problems.append("a stream was not asked for, or asked for and not given")
+    if is_stream:
         await _read_stream(response, outcome)
     else:
-        _take(outcome, await response.read())
+        _take(outcome, await response.read(), response.status)
 
 
 async def _read_stream(response: Response, outcome: Outcome) -> None:
@@ -135,17 +140,20 @@ async def _read_stream(response: Response, outcome: Outcome) -> None:
     while chunk := await response.next_chunk():
         *events, rest = (rest + chunk).split(b"\n\n")
         for event in events:
-            if event == b"data: [DONE]":
+            if outcome.has_done or outcome.code:
+                outcome.problems.append(f"the stream went on after its end: {event[:80]!r}")
+            elif event == b"data: [DONE]":
                 outcome.has_done = True
             else:
-                _take(outcome, event.removeprefix(b"data: "))
+                _take(outcome, event.removeprefix(b"data: "), None)
     if rest:
         outcome.problems.append(f"the stream ended within an event: {rest[:80]!r}")
     if not outcome.has_done and not outcome.code:
         outcome.problems.append("the stream ended without [DONE] and without an error event")
 
 
-def _take(outcome: Outcome, data: bytes) -> None:
+def _take(outcome: Outcome, data: bytes, status: int | None) -> None:
+    """One event of a stream, or the whole answer with its ``status``."""
     try:
         body = msgspec.json.decode(data, type=_Body)
     except msgspec.DecodeError as error:
@@ -156,16 +164,23 @@ def _take(outcome: Outcome, data: bytes) -> None:
         is_twin = outcome.request.room is not None and outcome.code == "room_in_use"
         if outcome.code not in ALLOWED_CODES and not is_twin:
             outcome.problems.append(f"failed as {body.error.code}: {body.error.message}")
-        elif outcome.status not in (200, HTTP_STATUS[body.error.code]):
-            outcome.problems.append(f"status {outcome.status} for {body.error.code}")
+        elif status not in (None, HTTP_STATUS[body.error.code]):
+            outcome.problems.append(f"status {status} for {body.error.code}")
     outcome.text += body.output or ""
     outcome.text += "".join(choice.text for choice in body.choices)
 
 
-def judge(outcome: Outcome, excused: Sequence[tuple[float, float]], spare_s: float) -> list[str]:
+def judge(
+    outcome: Outcome,
+    excused: Sequence[tuple[float, float]],
+    spare_s: float,
+    *,
+    is_calm: bool = False,
+) -> list[str]:
     """What is wrong with an outcome; empty: nothing. ``excused`` are the spans in which a
     broken connection to the router is nobody's fault; ``spare_s`` is how long processes
-    stood still that the answer may have waited for."""
+    stood still that the answer may have waited for. ``is_calm``: it ended before anything
+    went wrong, so only the load can have failed it."""
     request = outcome.request
     found = [f"{outcome}: {problem}" for problem in outcome.problems]
     if outcome.ended_s is None:
@@ -174,16 +189,21 @@ def judge(outcome: Outcome, excused: Sequence[tuple[float, float]], spare_s: flo
     allowed_s = request.timeout_s + GRACE_S + SLACK_S + spare_s
     if took_s > allowed_s:
         found.append(f"{outcome}: its deadline was {allowed_s:.3f} s")
+    # What came before the end is judged however it ended.
+    expected = expected_text(request)
+    if not expected.startswith(outcome.text):
+        found.append(f"{outcome}: got {outcome.text!r}, expected {expected!r}")
+    if outcome.code == "deadline_exceeded" and took_s < request.timeout_s:
+        found.append(f"{outcome}: it had {request.timeout_s:.3f} s")
+    if is_calm and outcome.code and outcome.code not in CALM_CODES:
+        found.append(f"{outcome}: nothing had gone wrong yet")
     if outcome.lost:
         if not any(a <= outcome.ended_s and outcome.asked_s <= b for a, b in excused):
             found.append(f"{outcome}: the router lives")
         return found
     if outcome.has_left:
         return found
-    expected = expected_text(request)
-    if not expected.startswith(outcome.text):
-        found.append(f"{outcome}: got {outcome.text!r}, expected {expected!r}")
-    elif outcome.is_ok and outcome.text != expected:
+    if outcome.is_ok and expected.startswith(outcome.text) and outcome.text != expected:
         found.append(f"{outcome}: got only {outcome.text!r} of {expected!r}")
     elif outcome.status != 200 and not outcome.code:
         found.append(f"{outcome}: no reason given")

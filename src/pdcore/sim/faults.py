@@ -273,3 +273,5 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
 STANDING_STILL: Final = frozenset(
     {"isolate", "partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}
 )
+#: Kinds that only ask for more: nothing breaks.
+LOAD: Final = frozenset({"flood", "exhaust"})

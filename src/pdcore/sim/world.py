@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import attrs
 from pdcore.sim.checks import WriteWatch, not_ready, router_unrest, unrest
 from pdcore.sim.clients import Outcome, ask, judge
 from pdcore.sim.cluster import Cluster
-from pdcore.sim.faults import Faults
+from pdcore.sim.faults import LOAD, Faults
 from pdcore.sim.plan import Plan, Request
 from pdcore.sim.site import START_S, Parts, make_site
 
@@ -130,6 +131,8 @@ class _Life:
         self.plan = plan
         self.faults = Faults(cluster)
         self.outcomes: list[Outcome] = []
+        #: Until then nothing goes wrong.
+        self.calm_until_s = math.inf
 
     async def run(self) -> None:
         cluster, site = self.cluster, self.site
@@ -137,6 +140,9 @@ class _Life:
         cluster.start()
         await asyncio.sleep(WARM_UP_S)
         began_s = site.loop.time()
+        self.calm_until_s = began_s + min(
+            (f.at_s for f in self.plan.faults if f.kind not in LOAD), default=math.inf
+        )
         for fault in self.plan.faults:
             site.later(fault.at_s, partial(self.faults.begin, fault))
         asked = [self._ask(began_s + r.at_s, r) for r in self.plan.requests]
@@ -154,7 +160,8 @@ class _Life:
         outcome = await task
         self.outcomes.append(outcome)
         excused = self.cluster.router.outages
-        for problem in judge(outcome, excused, self.faults.stood_still_s):
+        is_calm = self.site.loop.time() < self.calm_until_s
+        for problem in judge(outcome, excused, self.faults.stood_still_s, is_calm=is_calm):
             self.site.violate(problem)
 
     async def _last_requests(self) -> None:

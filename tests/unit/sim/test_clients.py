@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import attrs
 import pytest
+from starlette.responses import Response, StreamingResponse
 
-from pdcore.sim.clients import Outcome, expected_text, judge
-from pdcore.sim.plan import Request
+from pdcore.sim.clients import Outcome, ask, expected_text, judge
+from pdcore.sim.cluster import ROUTER, Cluster
+from pdcore.sim.plan import Request, make_plan
+from pdcore.sim.world import in_world
 
 REQUEST = Request(0, 0.0, "/v1/completions", (5, 6, 7), 3, True, 2.0, None, None)
 
@@ -66,3 +71,69 @@ def test_an_answer_may_be_as_late_as_processes_stood_still() -> None:
     late = outcome(ended_s=16.0)
     assert judge(late, [], 0.0) != []
     assert judge(late, [], 2.0) == []
+
+
+def test_what_came_before_a_connection_broke_or_a_client_left_is_judged_too() -> None:
+    """D5: wrong tokens are wrong tokens, whatever happens after them."""
+    was_down = [(10.2, 11.0)]
+    assert judge(outcome(lost="reset", status=200, text="1 "), was_down, 0.0) != []
+    gone = outcome(text="1 ")
+    gone.has_left = True
+    assert judge(gone, [], 0.0) != []
+    gone.text = expected_text(REQUEST).partition(" ")[0] + " "
+    assert judge(gone, [], 0.0) == []
+
+
+def test_a_deadline_that_has_not_come_is_no_reason() -> None:
+    early = outcome(status=504, code="deadline_exceeded", text="")
+    assert "it had 2.000 s" in judge(early, [], 0.0)[0]
+    assert judge(attrs.evolve(early, ended_s=12.1), [], 0.0) == []
+
+
+@pytest.mark.parametrize("code", ["unavailable", "peer_lost", "transfer_failed", "cancelled"])
+def test_before_anything_went_wrong_only_the_load_may_fail_a_request(code: str) -> None:
+    """A cluster that refuses healthy requests precisely is broken all the same."""
+    seen = outcome(status=503, code=code, text="")
+    assert judge(seen, [], 0.0) == []
+    assert "nothing had gone wrong" in judge(seen, [], 0.0, is_calm=True)[0]
+    assert judge(outcome(status=429, code="overloaded", text=""), [], 0.0, is_calm=True) == []
+
+
+ERROR = b'{"error": {"code": "unavailable", "message": "no"}}'
+GOOD = b'{"output": ""}'
+
+
+def stream_of(events: list[bytes]) -> StreamingResponse:
+    async def told() -> AsyncIterator[bytes]:
+        for event in events:
+            yield event
+
+    return StreamingResponse(told(), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_streamed", "words"),
+    [
+        (Response(ERROR, 200, media_type="application/json"), False, "status 200 for"),
+        (Response(ERROR, 502, media_type="application/json"), True, "status 502 for"),
+        (Response(ERROR, 503, media_type="application/json"), True, ""),
+        (Response(GOOD, 200, media_type="application/json"), True, "asked for and not given"),
+        ([b"data: [DONE]\n\n"], False, "was not asked for"),
+        ([b"data: " + ERROR + b"\n\n"], True, ""),
+        ([b"data: [DONE]\n\n", b"data: " + GOOD + b"\n\n"], True, "after its end"),
+        ([b"data: " + ERROR + b"\n\n", b"data: [DONE]\n\n"], True, "after its end"),
+        ([b"data: " + GOOD + b"\n\n"], True, "without [DONE]"),
+    ],
+)
+def test_the_form_of_an_answer_is_judged(
+    answer: Response | list[bytes], is_streamed: bool, words: str
+) -> None:
+    """A router that answers like this in place of the product's."""
+
+    async def scenario(cluster: Cluster) -> list[str]:
+        app = answer if isinstance(answer, Response) else stream_of(answer)
+        cluster.site.wire.listen(ROUTER, cluster.router.process, app)
+        return (await ask(cluster, attrs.evolve(REQUEST, is_streamed=is_streamed))).problems
+
+    found = in_world(make_plan(1), scenario)
+    assert (words in found[0]) if words else found == []

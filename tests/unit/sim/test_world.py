@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from pdcore.router import core
+from pdcore.router.fleet import Member
+from pdcore.router.retry import choose
 from pdcore.sim.cluster import Cluster
 from pdcore.sim.loop import pass_time
 from pdcore.sim.plan import make_plan
@@ -28,6 +31,24 @@ def test_without_faults_everything_succeeds_but_what_is_too_much() -> None:
     # Some of the requests have hardly any time.
     assert result.outcomes.keys() <= {"ok", "left", "overloaded", "deadline_exceeded"}
     assert result.outcomes["ok"] > result.num_requests / 2
+
+
+def test_a_router_that_refuses_what_it_could_serve_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every request is answered, in time and with a precise code: it is broken all the same."""
+    num = 0
+
+    def one_in_ten(
+        room: int, prefills: list[Member], decodes: list[Member]
+    ) -> tuple[Member, Member] | None:
+        nonlocal num
+        num += 1
+        return None if num % 10 == 0 else choose(room, prefills, decodes)
+
+    monkeypatch.setattr(core, "choose", one_in_ten)
+    result = run_world(make_plan(3))
+    assert any("nothing had gone wrong yet" in text for text in result.violations)
 
 
 def test_the_same_seed_is_the_same_world_in_any_process() -> None:
