@@ -118,6 +118,8 @@ class _Calls(asyncio.BaseEventLoop):
         self._count = itertools.count()
         #: What asyncio would log: exceptions that nobody took, with the process's name.
         self.errors: list[str] = []
+        #: Tasks that ended with an exception, and whose they are.
+        self._failed: list[tuple[str, asyncio.Task[object]]] = []
 
     def time(self) -> float:
         return self._now_s
@@ -176,9 +178,16 @@ class _Calls(asyncio.BaseEventLoop):
         task = asyncio.Task(coro, loop=self, context=context)
         process = PROCESS.get() if context is None else context.get(PROCESS, None)
         if process is not None:
-            tasks = process.tasks
-            tasks[task] = None
-            task.add_done_callback(lambda done: tasks.pop(done, None))
+            process.tasks[task] = None
+        owner = "world" if process is None else process.name
+        tasks = {} if process is None else process.tasks
+
+        def ended(done: asyncio.Task[T]) -> None:
+            tasks.pop(done, None)
+            if done._exception is not None:
+                self._failed.append((owner, done))
+
+        task.add_done_callback(ended)
         return task
 
     def run_in_executor(
@@ -220,7 +229,8 @@ class SimLoop(_Calls):
         self.num_calls = 0
 
     def run(self, main: Coroutine[object, object, T]) -> T:
-        """Raises Deadlock when nothing is left to do, and what a callback raised."""
+        """Raises Deadlock when nothing is left to do, and what a callback raised. Afterwards
+        ``errors`` has what tasks ended with and nobody asked for."""
         asyncio._set_running_loop(self)
         self._is_running = True
         try:
@@ -228,6 +238,7 @@ class SimLoop(_Calls):
             while not task.done():
                 self._turn()
         finally:
+            self._look_for_failures()
             self._is_running = False
             asyncio._set_running_loop(None)
         return task.result()
@@ -246,6 +257,15 @@ class SimLoop(_Calls):
         """SIGKILL: nothing of it runs from now on, not even what cleans up."""
         process.is_dead = True
         process.held = []
+
+    def _look_for_failures(self) -> None:
+        """Add to ``errors`` what tasks ended with and nobody has asked for: asyncio tells of it
+        when it forgets the task, which may be kept for as long as its process lives."""
+        failed, self._failed = self._failed, []
+        for owner, task in failed:
+            if task._log_traceback:
+                task._log_traceback = False
+                self.errors.append(f"{owner}: a task that nobody awaits: {task._exception!r}")
 
     async def bury(self, process: Process) -> None:
         """After the end of a world: unwind what a killed process left on its stacks."""

@@ -194,3 +194,22 @@ def test_an_exception_that_nobody_takes_is_told() -> None:
     loop.run(main())
     assert len(loop.errors) == 1
     assert "ZeroDivisionError" in loop.errors[0]
+
+
+def test_an_exception_of_a_task_that_is_kept_is_told_too() -> None:
+    """asyncio tells when a task is forgotten; a server keeps its background tasks for good."""
+    loop = SimLoop(start_s=0.0)
+    kept: list[asyncio.Task[None]] = []
+
+    async def broken() -> None:
+        raise ZeroDivisionError("x")
+
+    async def main() -> None:
+        process = Process("p")
+        kept.append(loop.create_task(broken(), context=process.context))
+        taken = loop.create_task(broken(), context=process.context)
+        with pytest.raises(ZeroDivisionError):
+            await taken
+
+    loop.run(main())
+    assert loop.errors == ["p: a task that nobody awaits: ZeroDivisionError('x')"]
