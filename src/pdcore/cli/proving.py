@@ -6,7 +6,9 @@ Counterexamples are files: ``--replay`` walks one again and shows each step.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +48,7 @@ class Ran(NamedTuple):
 
 
 def choose(only: Sequence[str]) -> list[Configuration]:
-    wanted = [name for text in only for name in text.split(",") if name]
+    wanted = [name.strip() for text in only for name in text.split(",") if name.strip()]
     known = {config.name: config for config in CONFIGURATIONS}
     for name in wanted:
         if name not in known:
@@ -320,9 +322,27 @@ def show_list(as_json: bool) -> int:
         print(json.dumps({"configurations": worlds, "mutants": mutants}, indent=2))
         return 0
     print("Worlds (--only NAME):")
-    for config in CONFIGURATIONS:
-        print(f"  {config.name:20} {config.covers}")
-    print("\nKnown-bad variants (--mutant NAME), each undoing one rule:")
-    for mutant in MUTANTS.values():
-        print(f"  {mutant.name:28} {mutant.undoes}")
+    print_names((config.name, config.covers) for config in CONFIGURATIONS)
+    print("\nKnown-bad variants (--mutant NAME), each undoing one rule, and who finds it:")
+    print_names((m.name, f"{m.undoes} [{worlds_of(m.name)}]") for m in MUTANTS.values())
+    print(
+        "\nRules are those of docs/architecture.md, section 3; sections are of that page;"
+        "\nD.. is a row of docs/requirements.md. The bounds of each world: --list --json"
+    )
     return 0
+
+
+def worlds_of(mutant: str) -> str:
+    return ", ".join(config.name for config in CONFIGURATIONS if mutant in config.catches)
+
+
+def print_names(rows: Iterable[tuple[str, str]]) -> None:
+    """Two columns as wide as the terminal allows."""
+    listed = list(rows)
+    indent = max(len(name) for name, _ in listed) + 4
+    width = max(shutil.get_terminal_size().columns, indent + 20)
+    for name, text in listed:
+        first, *more = textwrap.wrap(text, width - indent, break_on_hyphens=False)
+        print(f"  {name:{indent - 2}}{first}")
+        for line in more:
+            print(" " * indent + line)

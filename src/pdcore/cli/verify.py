@@ -13,9 +13,9 @@ Check pdcore's promises on this machine: no failure loses a request, corrupts a 
 - `pdcore verify lifecycles` walks every reachable state of small worlds built from the code
   that runs in production, and checks each of them. Some minutes.
 - `pdcore verify cluster --seeds 100` runs whole clusters on virtual time while processes die,
-  networks part and memory runs out. A tenth of a second for each seed.
+  networks part and memory runs out. Less than a second for each seed.
 
-Example: `pdcore verify lifecycles --list`
+Example: `pdcore verify lifecycles --list` names the small worlds.
 
 docs/verification.md says what is proved, within which bounds, and what is not.
 """

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -37,7 +38,7 @@ def cluster(
     seed: int | None = None,
     only_faults: str | None = None,
     only_requests: str | None = None,
-    mutant: str = "",
+    mutant: Annotated[str, Parameter(show_default=False)] = "",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Run whole clusters in one process on virtual time, and let everything go wrong.
@@ -52,32 +53,35 @@ def cluster(
 
     Exit status 0: everything held. 1: something did not; the world is cut down to what still
     fails and a command that replays it is printed. With --mutant: 0 when the known-bad
-    variant was caught, 1 when it was not.
+    variant was caught, 1 when it was not. --seed replays: always 1 when its world is broken.
 
-    Examples: `pdcore verify cluster --seeds 500`, `pdcore verify cluster --seed 17`,
-    `pdcore verify cluster --seeds 500 --mutant free-on-abort`
+    Examples:
+
+    - `pdcore verify cluster --seeds 500`
+    - `pdcore verify cluster --seed 17`
+    - `pdcore verify cluster --seeds 500 --mutant free-on-abort`
 
     Parameters
     ----------
     seeds
-        How many seeds to run; 500 where nothing is said.
+        How many seeds to run; default 500, or 0 with --seeds-file.
     start
         The first of them; the others follow.
     jobs
         Processes to run them in; 0: one for each core.
     seeds_file
-        Run the seeds that a file lists, one a line (`#` begins a comment), too.
+        Run the seeds that a file lists first, one a line; `#` begins a comment.
     seed
-        Run this one and show its trace.
+        Run this one and show its trace: what happened, one line each, and the faults.
     only_faults
-        With --seed: numbers of the faults to keep, comma-separated; `none`: none.
+        With --seed: numbers of the faults to keep, separated by commas, or `none`.
     only_requests
-        With --seed: numbers of the requests to keep; `none`: none.
+        With --seed: numbers of the requests to keep, separated by commas, or `none`.
     mutant
         Plant a known-bad variant; the first seed that catches it ends the run. `all`: each that
-        a cluster must catch, one after the other.
+        a cluster must catch, one after the other. Names: `pdcore verify lifecycles --list`.
     as_json
-        One JSON object: seeds, requests, virtual_seconds, wall_seconds, faults, violations.
+        One JSON object, for programs.
     """
     from pdcore.sim.mutants import find_mutant
 
@@ -113,6 +117,8 @@ def choose_seeds(count: int | None, start: int, file: Path | None) -> list[int]:
     wanted = [] if file is None else read_seeds(file)
     default = 0 if file is not None else DEFAULT_SEEDS
     wanted += range(start, start + (default if count is None else count))
+    if not wanted:
+        raise ConfigError("no seeds: give --seeds a number, or --seeds-file one that lists some")
     return wanted
 
 
@@ -256,7 +262,11 @@ def replay(
             print(line)
         print(f"\n{plan.options}")
         for fault in plan.faults:
-            print(fault)
+            print(
+                f"fault {fault.number}: {fault.kind} {fault.target} (with {fault.other}), "
+                f"{fault.at_s:.3f} s after the load began, for {fault.duration_s:.3f} s, "
+                f"amount {fault.amount:.3f}"
+            )
         print(f"{result.num_requests} requests: {result.outcomes}; trace {result.digest}")
         for text in result.violations:
             print(f"BROKEN: {text}")
@@ -273,8 +283,11 @@ def _print(totals: Totals, report: dict[str, object], mutant: str) -> None:
     for title, counts in (("faults", totals.faults), ("outcomes", totals.outcomes)):
         shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
         print(f"{title}: {shown}")
-    for violation in totals.violations:
-        print(f"\nseed {violation.seed}: {violation.message}\n  {violation.replay}")
+    for command, found in groupby(totals.violations, key=lambda violation: violation.replay):
+        print()
+        for violation in found:
+            print(f"seed {violation.seed}: {violation.message}")
+        print(f"  {command}")
     if mutant:
         print(f"{mutant}: {'caught' if totals.violations else 'NOT CAUGHT'}")
     elif not totals.violations:

@@ -8,6 +8,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pdcore.cli.options import Words
+from pdcore.errors import ConfigError
+
+Text = Annotated[str, Parameter(show_default=False)]
+Count = Annotated[int, Parameter(show_default=False)]
+Folder = Annotated[Path, Parameter(show_default=False)]
 
 
 def lifecycles(
@@ -15,11 +20,11 @@ def lifecycles(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     only: Words = (),
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
-    mutant: str = "",
-    walks: int = 0,
+    mutant: Text = "",
+    walks: Count = 0,
     start: int = 0,
     replay: Path | None = None,
-    save: Path = Path(),
+    save: Folder = Path(),
 ) -> int:
     """Explore small worlds built from the production state machines, each to its end.
 
@@ -33,16 +38,20 @@ def lifecycles(
     does not; the shortest way there is written to a file, and how to replay it is printed.
     With --mutant: 0 when the known-bad variant was caught, 1 when it was not.
 
-    Examples: `pdcore verify lifecycles`, `pdcore verify lifecycles --only pair,chunks`,
-    `pdcore verify lifecycles --mutant free-on-abort`,
-    `pdcore verify lifecycles --replay lifecycles-pair.json`
+    Examples:
+
+    - `pdcore verify lifecycles --list`
+    - `pdcore verify lifecycles --only pair,chunks`
+    - `pdcore verify lifecycles --mutant free-on-abort`
+    - `pdcore verify lifecycles --replay lifecycles-pair-free-on-abort.json`
 
     Parameters
     ----------
     as_json
-        One JSON object: states, seconds, bounds, invariants, violations, rows.
+        One JSON object; with --mutant, --walks and --list, too.
     only
-        Only these worlds; names as --list has them. Rows that they do not take are no fault.
+        Only these worlds, separated by commas; names as --list has them. Rows that they do not
+        take are no fault.
     list_
         Names of the worlds and of the known-bad variants, and what each is for.
     mutant
@@ -53,9 +62,10 @@ def lifecycles(
     start
         Seed of the first walk.
     replay
-        Walk a counterexample again and show every step; exit status 1 while it still fails.
+        Walk a counterexample again and show every step. Exit status 1 while it still fails, the
+        known-bad variant in it planted.
     save
-        Folder for counterexamples; default: here.
+        Folder for counterexamples; default: the current one.
     """
     from pdcore.cli import proving
 
@@ -63,6 +73,10 @@ def lifecycles(
         return proving.show_list(as_json)
     if replay is not None:
         return proving.replay_file(replay)
+    if walks < 0:
+        raise ConfigError(f"--walks must be 0 or more, got {walks}")
+    if not save.is_dir():
+        raise ConfigError(f"--save {save}: no such folder")
     if walks:
         return proving.walk_mixes(range(start, start + walks), mutant, as_json, save)
     chosen = proving.choose(only)

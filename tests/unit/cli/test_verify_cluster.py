@@ -43,6 +43,7 @@ def test_one_seed_shows_its_trace_and_may_be_cut(capsys: pytest.CaptureFixture[s
         (["--seed", "1", "--only-faults", "a"], "comma-separated"),
         (["--seeds", "-1"], "0 or more"),
         (["--seeds-file", "/nonexistent"], "No such file"),
+        (["--seeds", "0"], "no seeds: give --seeds a number"),
         (["--seed", "1", "--only-faults", "\u00b2"], "comma-separated"),
         (["--seed", "1", "--only-requests", "9" * 5000], "comma-separated"),
         (["--seed", "1", "--only-faults", "0,999"], "and no 999"),

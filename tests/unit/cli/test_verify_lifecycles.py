@@ -20,8 +20,20 @@ def test_the_list_names_worlds_and_mutants(capsys: pytest.CaptureFixture[str]) -
     listed = json.loads(capsys.readouterr().out)
     assert [c["name"] for c in listed["configurations"]] == [c.name for c in CONFIGURATIONS]
     assert list(listed["mutants"]) == list(MUTANTS)
+
+
+def test_the_list_fits_the_terminal_and_explains_its_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["verify", "lifecycles", "--list"]) == 0
-    assert CONFIGURATIONS[0].covers in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert CONFIGURATIONS[0].covers in words
+    assert f"{MUTANTS['free-on-abort'].undoes} [pair, reuse]" in words
+    for page in ("docs/architecture.md, section 3", "docs/requirements.md"):
+        assert page in words
 
 
 def test_a_counterexample_replays_from_its_file(
@@ -80,6 +92,9 @@ def test_the_hash_seed_changes_nothing(tmp_path: Path) -> None:
         (["--only", "nowhere"], "--only: no world 'nowhere'; there are: pair, chunks"),
         (["--mutant", "nothing"], "no mutant 'nothing'; there are: free-on-abort"),
         (["--mutant", "free-on-abort", "--only", "dummy"], "none of the chosen worlds"),
+        (["--only", "pair, nowhere"], "--only: no world 'nowhere'"),
+        (["--walks", "-1"], "--walks must be 0 or more, got -1"),
+        (["--save", "/nowhere"], "--save /nowhere: no such folder"),
         (["--replay", "/nowhere/x.json"], "--replay /nowhere/x.json: No such file"),
     ],
 )
