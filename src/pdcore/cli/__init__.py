@@ -69,7 +69,7 @@ def build_app() -> App:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, UnusedCliTokensError
 
     from pdcore.errors import PdcoreError
 
@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: object = build_app()(arguments)
     except CycloptsError as error:
-        return _refuse(f"{error}\nTry `pdcore {_command(arguments)}--help`.")
+        what = str(error)
+        if isinstance(error, UnusedCliTokensError):
+            what = f"nothing takes {' '.join(error.unused_tokens or ())!r}"
+        return _refuse(f"{what}\nTry `pdcore {_command(arguments)}--help`.")
     except PdcoreError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -89,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> str:
-    return f"{arguments[0]} " if arguments and arguments[0] in COMMANDS else ""
+    """The command, and the one below it, whose help explains the mistake."""
+    if not arguments or arguments[0] not in COMMANDS:
+        return ""
+    app = build_app()[arguments[0]]
+    return " ".join((*arguments[:1], *(word for word in arguments[1:2] if word in app), ""))
 
 
 def _refuse(message: str) -> int:

@@ -16,7 +16,11 @@ def diagram(
 
     Paste the text into any Markdown that renders Mermaid. Without a name: all of them.
 
-    Examples: `pdcore diagram`, `pdcore diagram sender`, `pdcore diagram --page > lifecycle.md`
+    Examples:
+
+    - `pdcore diagram`
+    - `pdcore diagram sender`
+    - `pdcore diagram --page > lifecycle.md`
 
     Parameters
     ----------

@@ -44,9 +44,13 @@ def settings(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     markdown: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """List every setting: default, unit, allowed values, why, and what the seed had.
+    """List every setting: default, unit, allowed values and why.
 
-    Examples: `pdcore settings`, `pdcore settings scheduler_config`, `pdcore settings --json`
+    Examples:
+
+    - `pdcore settings`
+    - `pdcore settings scheduler_config`
+    - `pdcore settings --json`
 
     Parameters
     ----------

@@ -40,7 +40,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["dokter"], 'Unknown command "dokter"'),
         (["doctor", "--jsn"], "Did you mean --json?"),
-        (["doctor", "extra"], "extra"),
+        (["doctor", "extra"], "nothing takes 'extra'\nTry `pdcore doctor --help`"),
+        (["verify", "lifecycles", "--nope"], "Try `pdcore verify lifecycles --help`"),
+        (["verify", "nope"], "Try `pdcore verify --help`"),
         (["diagram", "sendr"], "did you mean `sender`?"),
         (["settings", "scheduler"], "did you mean `scheduler_config`?"),
     ],
