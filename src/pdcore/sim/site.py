@@ -83,7 +83,8 @@ class SimClock:
 
 
 class Trace:
-    """A running hash of everything that happened, and the lines of it where wanted."""
+    """A running hash of everything that happened, and the lines of it where wanted. Each
+    begins with the virtual seconds since the world began, as violations do."""
 
     def __init__(self, loop: SimLoop, *, is_kept: bool = False) -> None:
         self._loop = loop
@@ -91,7 +92,7 @@ class Trace:
         self.lines: list[str] | None = [] if is_kept else None
 
     def __call__(self, what: str, detail: str) -> None:
-        line = f"{self._loop.time():.6f} {what} {detail}"
+        line = f"{self._loop.time() - START_S:.6f} {what} {detail}"
         self._hash.update(line.encode())
         if self.lines is not None:
             self.lines.append(line)

@@ -20,7 +20,7 @@ def test_a_trace_is_a_hash_of_what_happened_and_when() -> None:
     for trace in (one, other):
         trace("what", "detail")
     assert one.digest() == other.digest()
-    assert other.lines == ["1000.000000 what detail"]
+    assert other.lines == ["0.000000 what detail"]
     other("more", "")
     assert one.digest() != other.digest()
 
