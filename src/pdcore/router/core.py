@@ -273,8 +273,7 @@ class RouterCore:
         live = self._live[ticket]
         if wanted != live.routed.attempt:
             raise RoomInUse(
-                f"bootstrap_room {room} is in use: wait for its result, choose another room, or "
-                "send the attempt it replaces"
+                f"bootstrap_room {room} is in use: wait for its result, or choose another room"
             )
         why = failure("room_in_use", "a newer request for the same room replaced this one")
         self._apply(live, live.routed.deadline_expired(RouterFailure(why)), now_s)
