@@ -29,6 +29,9 @@ are written in YAML can be set by flag too: `--set scheduler_config.batch_size=8
 Addresses, ports and roles are flags only, because they differ from node to node.
 Examples: `examples/configs/`.
 
+The column `seed` has the value of the earlier system that pdcore was written from
+([requirements](requirements.md)).
+
 A mistake is one message that names file, line, field, value and remedy:
 
 ```
