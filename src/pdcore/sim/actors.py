@@ -100,6 +100,11 @@ def entity_number(index: int, ordinal: int) -> int:
     return 100 * (10 * index + ordinal)
 
 
+def index_of(number: int) -> int:
+    """The dispatch whose entity has this number, or minted this id."""
+    return number // 1000
+
+
 class Actor:
     """What both roles share. ``apply`` one event at a time; never raises for what the core
     makes of it: that is a problem of the world."""
@@ -135,6 +140,11 @@ class Actor:
     @property
     def core(self) -> PrefillCore | DecodeCore:
         raise TypeError("an actor has a core: use a subclass")
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Beside blocks: what only one role has."""
+        return True
 
     def key(self) -> tuple[object, ...]:
         raise TypeError("an actor has a key: use a subclass")
@@ -292,6 +302,7 @@ def is_at_rest(actor: Actor) -> bool:
         all(record.is_over for record in core.rooms.records.values())
         and all(ledger.free == ledger.total for ledger in core.blocks.ledger().values())
         and all(n == 1 for n, made in zip(actor.results, actor.created, strict=True) if made)
+        and actor.holds_nothing
     )
 
 

@@ -12,6 +12,7 @@ from pdcore.fsm.effects import (
     FetchTopology,
     GrantLease,
     ReleaseLease,
+    ReportFinished,
     RevokeLease,
 )
 from pdcore.fsm.events import Event, LeaseRevoked, StepCompleted, TopologyFetched
@@ -19,7 +20,15 @@ from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.decode_rooms import DecodeRecord
-from pdcore.sim.actors import NOW, Actor, ActorEvent, Offer, common_key, make_blocks
+from pdcore.sim.actors import (
+    NOW,
+    Actor,
+    ActorEvent,
+    Offer,
+    common_key,
+    index_of,
+    make_blocks,
+)
 from pdcore.sim.places import TOKEN, Place, Shape, route_to, setup_of
 from pdcore.types import Batch, Failure, StepOutput
 
@@ -34,7 +43,7 @@ class DecodeActor(Actor):
     by the lives that it names; none: refused), ``look`` (a second of quarantine passes),
     ``step`` and ``stepped`` (a decode step begins and ends)."""
 
-    __slots__ = ("_core", "batch", "fetching", "looks", "open_leases")
+    __slots__ = ("_core", "answered", "batch", "fetching", "granted", "looks", "open_leases")
 
     def __init__(self, place: Place, life: int, shape: Shape) -> None:
         super().__init__(place, life, shape)
@@ -44,11 +53,20 @@ class DecodeActor(Actor):
         self.fetching: dict[str, None] = {}
         #: Leases that the transport accepts writes for.
         self.open_leases: set[int] = set()
+        #: The last lease of each dispatch, and those of the ones that were answered well.
+        self.granted: dict[int, int] = {}
+        self.answered: set[tuple[int, int]] = set()
         self.looks = 0
 
     @property
     def core(self) -> DecodeCore:
         return self._core
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Every metadata slot is back, and the transport takes writes under no lease."""
+        slots = self._core.rooms.slots
+        return slots.available == slots.capacity and not self.open_leases
 
     def _apply(self, event: ActorEvent) -> None:
         core = self._core
@@ -88,6 +106,7 @@ class DecodeActor(Actor):
                 self.fetching[effect.bootstrap] = None
             case GrantLease():
                 self.open_leases.add(effect.lease.counter)
+                self.granted[index_of(effect.lease.counter)] = effect.lease.counter
             case RevokeLease():
                 if self.shape.is_enforced:
                     self.open_leases.discard(effect.lease.counter)
@@ -96,6 +115,12 @@ class DecodeActor(Actor):
                 self.open_leases.discard(effect.lease.counter)
             case _:
                 pass
+
+    def _finish(self, effect: ReportFinished) -> None:
+        super()._finish(effect)
+        index = self._index(effect.key)
+        if effect.failure is None:
+            self.answered.add((self.granted.get(index, 0), index))
 
     def offers(self) -> Iterator[Offer]:
         yield from super().offers()
@@ -133,6 +158,15 @@ class DecodeActor(Actor):
             if record.receiver.state in _PINNED and record.seq.seq_id in self._core.blocks
         )
 
+    def completed(self) -> tuple[tuple[int, int], ...]:
+        """(lease, dispatch) of what runs, or was answered, as if all of its KV had come."""
+        running = (
+            (record.receiver.lease.counter, self._index(record.key))
+            for record in self._core.rooms.records.values()
+            if record.receiver.state is ReceiverState.DONE
+        )
+        return tuple(sorted({*running, *self.answered}))
+
     def key(self) -> tuple[object, ...]:
         core = self._core
         prealloc = core.prealloc
@@ -156,6 +190,7 @@ class DecodeActor(Actor):
             tuple(sorted(prealloc._chosen & prealloc.waiting.keys())),
             tuple(self.fetching),
             tuple(sorted(self.open_leases)),
+            tuple(sorted(self.answered)),
             core.rooms.timers.is_armed("quarantine", "clock"),
             len(core.running),
             self.batch is not None,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import attrs
 import msgspec
 
-from pdcore.control.messages import Handshake
+from pdcore.control.messages import Handshake, Status, StatusKind
 from pdcore.sim.actors import (
     Actor,
     ActorEvent,
@@ -32,6 +32,7 @@ from pdcore.sim.firing import ROWS
 from pdcore.sim.packets import describe
 from pdcore.sim.places import Place, Shape
 from pdcore.sim.prefill_actor import PrefillActor
+from pdcore.types import LeaseId
 
 #: Ticks until a core must have come to rest.
 MAX_TICKS: Final = 50
@@ -124,6 +125,8 @@ class Facts(NamedTuple):
     open_leases: tuple[int, ...]
     #: Dispatches that were reported failed.
     failed: tuple[int, ...] = ()
+    #: (lease, dispatch) whose KV has come, as decode believes.
+    completed: tuple[tuple[int, int], ...] = ()
 
 
 def kind_of(event: ActorEvent) -> str:
@@ -162,6 +165,8 @@ class Book:
         self.packets: list[Packet | None] = []
         self.inbox = [0] * len(self.places)
         self.writes: dict[Write, int] = {}
+        #: (lease, place of a prefill rank) -> its messages that say Done of it.
+        self.dones: dict[tuple[LeaseId, str, int], int] = {}
         self.locals: list[Local] = []
         self._keys: dict[tuple[object, ...], int] = {}
 
@@ -171,10 +176,18 @@ class Book:
             bit = self.outputs[output] = len(self.outputs)
             packet = output if isinstance(output, Packet) else None
             self.packets.append(packet)
+            if packet is not None:
+                self._note_done(packet, 1 << bit)
             for slot, place in enumerate(self.places):
                 if packet is not None and packet.address == place.ref(0).address:
                     self.inbox[slot] |= 1 << bit
         return 1 << bit
+
+    def _note_done(self, packet: Packet, mask: int) -> None:
+        message = unpack(packet.data)
+        if isinstance(message, Status) and message.kind is StatusKind.DONE:
+            its = (message.lease, packet.sender.instance, packet.sender.rank)
+            self.dones[its] = self.dones.get(its, 0) | mask
 
     def write_bit(self, write: Write) -> int:
         return 1 << self.writes.setdefault(write, len(self.writes))
@@ -239,7 +252,9 @@ class Book:
         local = self._new(key, slot, parent, event)
         pinned: tuple[int, ...] = ()
         open_leases: tuple[int, ...] = ()
+        completed: tuple[tuple[int, int], ...] = ()
         if isinstance(actor, DecodeActor):
+            completed = actor.completed()
             pinned, open_leases = actor.pinned(), tuple(sorted(actor.open_leases))
         elif isinstance(actor, PrefillActor):
             for write in actor.writes.values():
@@ -252,6 +267,7 @@ class Book:
             pinned,
             open_leases,
             tuple(sorted(actor.failed)),
+            completed,
         )
         local.offers = tuple(o for o in actor.offers() if self._may_happen(o, actor.place))
         local.resends = self.mask_of(resends(actor))

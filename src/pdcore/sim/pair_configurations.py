@@ -21,6 +21,7 @@ from pdcore.types import RoomKey
 INVARIANTS: Final = (
     "every request has exactly one result per half",
     "no block can be written by two, and none is reused while an old write may land",
+    "a request runs or is answered only with all of its KV",
     "source blocks are held while a write or a forward pass may read them",
     "pools add up after every event, and everything is back at rest",
     "no deadlock",

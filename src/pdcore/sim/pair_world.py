@@ -25,6 +25,7 @@ from pdcore.sim.actors import Connected, Offer, Write
 from pdcore.sim.explore import Move
 from pdcore.sim.pair_book import Book, Local, Outlive, Step
 from pdcore.sim.places import life_of
+from pdcore.types import LeaseId
 
 #: (local state per place..., messages, writes of nobody, what is still to come): numbers.
 State = tuple[int, ...]
@@ -330,6 +331,8 @@ class PairWorld:
             local = book.locals[number]
             yield from local.actor_facts.problems
             flying |= local.writes
+            if local.actor_facts.completed:
+                yield from self._unsaid(state[self.net], local)
         if not flying:
             return
         for slot in self.decode_slots:
@@ -345,6 +348,16 @@ class PairWorld:
                         f"{life_of(write.source)} may still write under lease {write.lease} of "
                         f"{life_of(write.target)}, and its blocks are not kept for it any more"
                     )
+
+    def _unsaid(self, net: int, local: Local) -> Iterator[str]:
+        """Decode went on without the word of a rank: by what was sent, not by what it noted."""
+        me = self.book.places[local.slot].ref(local.actor_facts.life).incarnation
+        for lease, index in local.actor_facts.completed:
+            prefill = self.agenda.dispatches[index].prefill
+            for place in self.rules.shape.prefill:
+                its = (LeaseId(me, lease), place.instance, place.rank)
+                if place.instance == prefill and not net & self.book.dones.get(its, 0):
+                    yield f"{life_of(me)} runs a request whose KV {place.name} never sent"
 
     def is_goal(self, state: State) -> bool:
         if state[self.late] or state[self.todo] & self.agenda.arrivals:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pdcore.fsm.effects import Effect, PostTransfer
 from pdcore.fsm.events import Event, HandleEnded, RequestRefused, StepCompleted
 from pdcore.fsm.sender import Sender
+from pdcore.fsm.states import SenderState
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.scheduler.prefill_rooms import PrefillRecord
 from pdcore.sim.actors import (
@@ -21,7 +22,7 @@ from pdcore.sim.actors import (
     make_blocks,
 )
 from pdcore.sim.places import TOKEN, Place, Shape, life_of, setup_of
-from pdcore.types import Batch, StepOutput
+from pdcore.types import Batch, LeaseId, StepOutput
 
 
 class PrefillActor(Actor):
@@ -29,7 +30,7 @@ class PrefillActor(Actor):
     request), ``compute`` and ``computed`` (a forward pass begins and ends), ``ended`` (what
     the transport says of a handle), ``unpark``."""
 
-    __slots__ = ("_core", "batch", "unsure", "writes")
+    __slots__ = ("_core", "batch", "landed", "posted", "unsure", "writes")
 
     def __init__(self, place: Place, life: int, shape: Shape) -> None:
         super().__init__(place, life, shape)
@@ -39,10 +40,17 @@ class PrefillActor(Actor):
         self.writes: dict[int, Write] = {}
         #: Of these, the ones reported failed while bytes may still land.
         self.unsure: set[int] = set()
+        #: Tokens of each handle, and those that have landed, by lease.
+        self.posted: dict[int, tuple[LeaseId, int]] = {}
+        self.landed: dict[LeaseId, int] = {}
 
     @property
     def core(self) -> PrefillCore:
         return self._core
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self.writes and self.batch is None
 
     def _apply(self, event: ActorEvent) -> None:
         core = self._core
@@ -75,9 +83,20 @@ class PrefillActor(Actor):
             record = core.rooms.records.get(core.rooms._handles[handle])
             if record is None or record.seq.seq_id not in core.blocks:
                 yield f"{self.place.name}: write {handle} reads blocks that are back in the pool"
+        for record in core.rooms.records.values():
+            if record.sender.state is SenderState.DONE:
+                yield from self._unwritten(record.sender)
         for seq_id in self.batch.seq_ids if self.batch is not None else ():
             if seq_id not in core.blocks:
                 yield f"{self.place.name}: a forward pass fills blocks that are back in the pool"
+
+    def _unwritten(self, sender: Sender) -> Iterator[str]:
+        """Done means that every token of every leg has landed (rule 9)."""
+        for leg in sender.legs.values():
+            count, wanted = self.landed.get(leg.lease, 0), self.shape.num_tokens
+            if count != wanted:
+                name = f"{self.place.name}: lease {leg.lease.counter}"
+                yield f"{name} is Done with {count} of {wanted} tokens written"
 
     def _end(self, handle: int, how: str) -> None:
         """``done``; ``failed`` with nothing of it left; ``gone`` the same, because its
@@ -88,6 +107,9 @@ class PrefillActor(Actor):
             self.unsure.discard(handle)
         else:
             self.unsure.add(handle)
+        lease, num_tokens = self.posted[handle]
+        if how == "done":
+            self.landed[lease] = self.landed.get(lease, 0) + num_tokens
         why = None if how == "done" else WHY
         self._core.handle_event(HandleEnded(handle, is_quiet, why), NOW)
 
@@ -95,6 +117,7 @@ class PrefillActor(Actor):
         """Cutting a session, cancelling: its handles end, which they may at any moment."""
         if isinstance(effect, PostTransfer):
             lease = effect.lease
+            self.posted[effect.handle] = (lease, effect.num_tokens)
             self.writes[effect.handle] = Write(
                 self.me.incarnation, lease.incarnation, lease.counter
             )
@@ -150,6 +173,17 @@ class PrefillActor(Actor):
             batch,
             tuple(self.writes.items()),
             tuple(sorted(self.unsure)),
+            self._landed_key(),
+        )
+
+    def _landed_key(self) -> tuple[int, ...]:
+        """Only of who may still be Done: everything else is news to nobody."""
+        senders = [record.sender for record in self._core.rooms.records.values()]
+        return tuple(
+            self.landed.get(leg.lease, 0)
+            for sender in senders
+            if sender.failure is None
+            for leg in sender.legs.values()
         )
 
     def _record_key(self, record: PrefillRecord) -> tuple[object, ...]:
