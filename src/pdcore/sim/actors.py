@@ -195,10 +195,6 @@ class Actor:
     def _index(self, key: RoomKey) -> int:
         return next(i for i, d in enumerate(self.shape.dispatches) if d.key == key)
 
-    def _first_id(self, index: int) -> int:
-        """Ids of the entity that a dispatch may create now start here."""
-        return entity_number(index, self.created[index])
-
     def _submit(self, index: int) -> None:
         """A dispatch arrives; one for a room that is known is answered 409, no more."""
         try:

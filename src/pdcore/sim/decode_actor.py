@@ -26,6 +26,7 @@ from pdcore.sim.actors import (
     ActorEvent,
     Offer,
     common_key,
+    entity_number,
     index_of,
     make_blocks,
 )
@@ -72,7 +73,7 @@ class DecodeActor(Actor):
         core = self._core
         match event:
             case ("submit", int() as index):
-                core._ids = itertools.count(self._first_id(index) + 1)
+                core._ids = itertools.count(entity_number(index, self.created[index]) + 1)
                 self._submit(index)
             case ("route", str() as bootstrap, tuple() as lives):
                 del self.fetching[bootstrap]

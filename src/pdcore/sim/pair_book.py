@@ -154,6 +154,14 @@ def _dummy_twin(packet: Packet) -> Packet | None:
     return packet._replace(data=pack(msgspec.structs.replace(message, is_dummy=True)))
 
 
+def _done_of(packet: Packet) -> tuple[LeaseId, str, int] | None:
+    """The lease and the place of the rank that says Done of it."""
+    message = unpack(packet.data)
+    if isinstance(message, Status) and message.kind is StatusKind.DONE:
+        return message.lease, packet.sender.instance, packet.sender.rank
+    return None
+
+
 class Book:
     """Numbers for what is met: messages and sessions, writes, local states."""
 
@@ -176,18 +184,13 @@ class Book:
             bit = self.outputs[output] = len(self.outputs)
             packet = output if isinstance(output, Packet) else None
             self.packets.append(packet)
-            if packet is not None:
-                self._note_done(packet, 1 << bit)
+            done = None if packet is None else _done_of(packet)
+            if done is not None:
+                self.dones[done] = self.dones.get(done, 0) | 1 << bit
             for slot, place in enumerate(self.places):
                 if packet is not None and packet.address == place.ref(0).address:
                     self.inbox[slot] |= 1 << bit
         return 1 << bit
-
-    def _note_done(self, packet: Packet, mask: int) -> None:
-        message = unpack(packet.data)
-        if isinstance(message, Status) and message.kind is StatusKind.DONE:
-            its = (message.lease, packet.sender.instance, packet.sender.rank)
-            self.dones[its] = self.dones.get(its, 0) | mask
 
     def write_bit(self, write: Write) -> int:
         return 1 << self.writes.setdefault(write, len(self.writes))

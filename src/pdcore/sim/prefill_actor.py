@@ -19,6 +19,7 @@ from pdcore.sim.actors import (
     Offer,
     Write,
     common_key,
+    entity_number,
     make_blocks,
 )
 from pdcore.sim.places import TOKEN, Place, Shape, life_of, setup_of
@@ -56,7 +57,7 @@ class PrefillActor(Actor):
         core = self._core
         match event:
             case ("submit", int() as index):
-                core._ids = itertools.count(self._first_id(index) + 1)
+                core._ids = itertools.count(entity_number(index, self.created[index]) + 1)
                 self._submit(index)
             case ("refuse", int() as index):
                 core.handle_event(RequestRefused(self._key(index), WHY), NOW)
