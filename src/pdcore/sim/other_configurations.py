@@ -29,6 +29,7 @@ _GROUP: Final = (
 _ROUTER: Final = (
     "the client gets exactly one answer, and a stream one end",
     "a healthy answer is never thrown away",
+    "an outcome of a replaced attempt changes nothing",
     "another attempt only before any answer, and beside cancels of the last one",
     "load counts are given back, once",
     "every leg ends",

@@ -199,6 +199,7 @@ class RouterWorld:
                 done,
                 f"{leg.value}'s answer {code[:1]} {how} #{index + 1}",
                 is_fault=is_again or self.is_lossy,
+                whose=index + 1,
             )
 
     def _cancel_answers(
@@ -264,9 +265,10 @@ class RouterWorld:
         *,
         is_fault: bool = False,
         client: str = "",
+        whose: int = 0,
     ) -> Move[RouterState]:
-        """Carry out what the core decided."""
-        wrong = _judge(self.steps, state, done)
+        """Carry out what the core decided. ``whose``: the attempt that it heard of."""
+        wrong = _judge(self.steps, state, done, whose)
         attempts = list(state.attempts)
         for number in done.dropped:
             attempts[number - 1] = settled(attempts[number - 1].dropped())
@@ -343,7 +345,7 @@ ROUTER_MUTANTS: Final[dict[str, type[TracedRouted]]] = {
 }
 
 
-def _judge(steps: RouterSteps, state: RouterState, done: Outcome) -> str:
+def _judge(steps: RouterSteps, state: RouterState, done: Outcome, whose: int) -> str:
     """What the core decided, against what is known of the legs."""
     if done.dispatched and state.answers:
         return "another attempt after something was answered"
@@ -353,6 +355,8 @@ def _judge(steps: RouterSteps, state: RouterState, done: Outcome) -> str:
         return "a stream is ended that never began"
     failed = any(failed for failed, _ in done.answers) or any(done.ends)
     number = steps.attempt(state.core)
+    if 0 < whose < number and (done.answers or done.ends or done.dispatched):
+        return "an outcome of a replaced attempt counted"
     if failed and number and state.clock < _LEGS_LATE and state.client in "ws":
         current = state.attempts[number - 1]
         # Its KV has arrived, its stream or connection is whole: decode decides.

@@ -60,3 +60,23 @@ def test_every_variant_has_a_world_that_catches_it() -> None:
 def test_what_a_small_world_says_it_catches_it_catches(config: Configuration) -> None:
     for mutant in config.catches:
         assert config.run(mutant).violations, mutant
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant", "words"),
+    [
+        ("router-lossy", "unknown-is-failure", "a healthy answer was thrown away"),
+        ("router-retry", "any-attempt", "an outcome of a replaced attempt counted"),
+        ("router-retry", "no-retry-cancels", "goes on uncancelled"),
+        ("peer", "silence-kills", "a process that lives was declared dead"),
+        ("rank", "replaced-comes-back", "is in the route again"),
+        ("instance", "ready-too-early", "takes requests although a worker is missing"),
+        ("instance", "lost-in-silence", "its requests were not failed"),
+    ],
+)
+def test_a_variant_is_caught_by_the_rule_that_it_undoes(name: str, mutant: str, words: str) -> None:
+    """A deadlock that follows much later would not prove the rule."""
+    config = next(c for c in OTHER_CONFIGURATIONS if c.name == name)
+    assert mutant in config.catches
+    (violation,) = config.run(mutant).violations
+    assert words in violation.problem
