@@ -18,7 +18,7 @@ import msgspec
 
 from pdcore.errors import ConfigError
 from pdcore.sim.configurations import Configuration
-from pdcore.sim.explore import Exploration, Violation
+from pdcore.sim.explore import SAFETY, Exploration, Violation
 from pdcore.sim.firing import ROW_IDS
 from pdcore.sim.lifecycles import CONFIGURATIONS, MIXES
 from pdcore.sim.mutants import MUTANTS, find_mutant
@@ -118,6 +118,8 @@ def try_mutants(wanted: str, chosen: Sequence[Configuration], as_json: bool, sav
             out.append(row)
             if not as_json:
                 _print_mutant(row)
+    if not out:
+        raise ConfigError("--mutant: none of the chosen worlds is there to catch any")
     if as_json:
         print(json.dumps({"mutants": out}, indent=2))
     return 0 if all(row["caught"] for row in out) else 1
@@ -172,9 +174,11 @@ def replay_file(path: Path) -> int:
         problems += step.problems
     for problem in problems:
         print(f"BROKEN: {problem}")
-    if not problems and scenario.kind != "safety":
-        print(f"{scenario.kind}: {scenario.problem}")
-    is_broken = bool(problems) or scenario.kind != "safety"
+    is_broken = bool(problems)
+    if not problems and scenario.kind != SAFETY:
+        is_broken = not config.can_end(scenario.mutant, scenario.trace)
+        if is_broken:
+            print(f"{scenario.kind}: {scenario.problem}")
     print("still fails" if is_broken else f"does not fail any more: {scenario.problem}")
     return 1 if is_broken else 0
 

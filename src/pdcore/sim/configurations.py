@@ -11,7 +11,7 @@ from typing import Protocol
 
 import attrs
 
-from pdcore.sim.explore import Exploration, S, Step, World, explore, replay
+from pdcore.sim.explore import Exploration, S, Step, World, can_end, explore, replay
 from pdcore.sim.mutants import planted
 from pdcore.sim.wander import Wandering, wander
 
@@ -53,6 +53,8 @@ class Configuration:
     run: Run
     walk: Walk
     replay: Callable[[str, Sequence[str]], list[Step]]
+    #: Whether the end can be reached without a fault from where a trace leads.
+    can_end: Callable[[str, Sequence[str]], bool]
 
 
 def configuration(
@@ -92,4 +94,8 @@ def configuration(
         with planted(mutant), context():
             return replay(build(mutant), trace)
 
-    return Configuration(name, covers, bounds, invariants, catches, run, walk, walk_again)
+    def look_on(mutant: str, trace: Sequence[str]) -> bool:
+        with planted(mutant), context():
+            return can_end(build(mutant), trace)
+
+    return Configuration(name, covers, bounds, invariants, catches, run, walk, walk_again, look_on)

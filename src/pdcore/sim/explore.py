@@ -250,6 +250,22 @@ def explore(
     )
 
 
+def can_end(world: World[S], trace: Sequence[str]) -> bool:
+    """Whether a goal can be reached by moves that are no faults from where ``trace`` leads:
+    what a deadlock or a broken liveness denies. Raises ReplayError."""
+    waiting = [_walked(world, trace)[-1][1]]
+    seen = set(waiting)
+    while waiting:
+        state = waiting.pop()
+        if world.is_goal(state):
+            return True
+        for move in world.moves(state):
+            if not move.is_fault and move.state not in seen:
+                seen.add(move.state)
+                waiting.append(move.state)
+    return False
+
+
 class ReplayError(PdcoreError):
     """A trace names a move that its world does not offer at that point."""
 
@@ -267,8 +283,16 @@ class Step:
 def replay(world: World[S], trace: Sequence[str]) -> list[Step]:
     """Walk ``trace`` again, step by step. Raises ReplayError naming the step and what could
     happen instead."""
+    return [
+        Step(label, world.show(state), rows, tuple(world.problems(state)))
+        for label, state, rows in _walked(world, trace)
+    ]
+
+
+def _walked(world: World[S], trace: Sequence[str]) -> list[tuple[str, S, tuple[str, ...]]]:
+    """(label, state, rows) of the beginning and of each step."""
     state = world.initial()
-    steps = [Step("", world.show(state), (), tuple(world.problems(state)))]
+    steps: list[tuple[str, S, tuple[str, ...]]] = [("", state, ())]
     for position, label in enumerate(trace, 1):
         offered = list(world.moves(state))
         found = [move for move in offered if move.label == label]
@@ -278,5 +302,5 @@ def replay(world: World[S], trace: Sequence[str]) -> list[Step]:
                 f"{', '.join(move.label for move in offered) or 'nothing'}"
             )
         state = found[0].state
-        steps.append(Step(label, world.show(state), found[0].rows, tuple(world.problems(state))))
+        steps.append((label, state, found[0].rows))
     return steps

@@ -199,7 +199,7 @@ class RouterWorld:
                 done,
                 f"{leg.value}'s answer {code[:1]} {how} #{index + 1}",
                 is_fault=is_again or self.is_lossy,
-                whose=index + 1,
+                heard_of=index + 1,
             )
 
     def _cancel_answers(
@@ -265,10 +265,10 @@ class RouterWorld:
         *,
         is_fault: bool = False,
         client: str = "",
-        whose: int = 0,
+        heard_of: int = 0,
     ) -> Move[RouterState]:
-        """Carry out what the core decided. ``whose``: the attempt that it heard of."""
-        wrong = _judge(self.steps, state, done, whose)
+        """Carry out what the core decided. ``heard_of``: the attempt that it heard of."""
+        wrong = _judge(self.steps, state, done, heard_of)
         attempts = list(state.attempts)
         for number in done.dropped:
             attempts[number - 1] = settled(attempts[number - 1].dropped())
@@ -345,7 +345,7 @@ ROUTER_MUTANTS: Final[dict[str, type[TracedRouted]]] = {
 }
 
 
-def _judge(steps: RouterSteps, state: RouterState, done: Outcome, whose: int) -> str:
+def _judge(steps: RouterSteps, state: RouterState, done: Outcome, heard_of: int) -> str:
     """What the core decided, against what is known of the legs."""
     if done.dispatched and state.answers:
         return "another attempt after something was answered"
@@ -355,7 +355,7 @@ def _judge(steps: RouterSteps, state: RouterState, done: Outcome, whose: int) ->
         return "a stream is ended that never began"
     failed = any(failed for failed, _ in done.answers) or any(done.ends)
     number = steps.attempt(state.core)
-    if 0 < whose < number and (done.answers or done.ends or done.dispatched):
+    if 0 < heard_of < number and (done.answers or done.ends or done.dispatched):
         return "an outcome of a replaced attempt counted"
     if failed and number and state.clock < _LEGS_LATE and state.client in "ws":
         current = state.attempts[number - 1]

@@ -114,6 +114,30 @@ def test_a_mutant_that_is_not_caught_fails(
     assert "NOT CAUGHT" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("worlds")
+def test_a_deadlock_that_is_mended_does_not_fail_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replay looks whether the end can be reached; it does not repeat what its file says."""
+    save = ["--save", str(tmp_path)]
+    main(["verify", "lifecycles", "--mutant", "free-on-abort", *save])
+    path = tmp_path / "lifecycles-countdown-free-on-abort.json"
+    assert main(["verify", "lifecycles", "--replay", str(path)]) == 1
+    assert "deadlock: nothing but a fault" in capsys.readouterr().out
+    mended = json.loads(path.read_text()) | {"mutant": ""}
+    path.write_text(json.dumps(mended))
+    assert main(["verify", "lifecycles", "--replay", str(path)]) == 0
+    assert "does not fail any more" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("worlds")
+def test_all_mutants_in_worlds_that_catch_none_is_no_success(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "lifecycles", "--mutant", "all", "--only", "broken"]) == 2
+    assert "none of the chosen worlds" in capsys.readouterr().err
+
+
 def test_long_worlds_say_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     moments = iter([0.0, 1.0, 2.5, 3.0, 4.6])
     tell = proving.teller("countdown", lambda: next(moments))
