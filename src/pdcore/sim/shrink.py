@@ -1,7 +1,8 @@
 """Cutting a failing world down: fewer faults, then fewer requests, while it still fails.
 
-Deterministic: the same plan is cut the same way. A cut that fails differently still fails;
-what is left is small enough to read, and is written as options of a command.
+Deterministic: the same plan is cut the same way. What counts as failing is the caller's
+to say (:func:`pdcore.sim.seeds.kind_of`). What is left is small enough to read, and is written
+as options of a command.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.sim import seeds
 from pdcore.sim.plan import Plan
-from pdcore.sim.seeds import SeedResult, run_seed, run_seeds
+from pdcore.sim.seeds import SeedResult, kind_of, run_seed, run_seeds
 from pdcore.sim.site import Parts
 from pdcore.sim.world import WorldResult
 from pdcore.worker import Worker
@@ -47,6 +47,39 @@ def test_the_sum_of_many_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
             "replay": "pdcore verify cluster --seed 3 --only-faults 0 --only-requests 5",
         }
     ]
+
+
+def test_a_world_is_cut_down_to_the_failure_that_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without fault 1 this one fails in another way, with nothing left in it at all."""
+
+    def two_ways(plan: Plan, parts: Parts | None = None) -> WorldResult:
+        kept = {fault.number for fault in plan.faults}
+        result = result_of(plan)
+        result.violations = ["at 2.5 s: d0 has rooms" if 1 in kept else "at 0.3 s: no router"]
+        return result
+
+    monkeypatch.setattr(seeds, "run_world", two_ways)
+    (violation,) = run_seed(3).violations
+    assert violation.message == "at 2.5 s: d0 has rooms"
+    assert "--only-faults 1 --only-requests none" in violation.replay
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("at 1.3 s: request 9: 503 x after 0.1 s", "at 7 s: request 12: 200 x after 3 s", True),
+        ("at 1 s: got '1 2 ', expected '1 3 '", "at 2 s: got '', expected '5 '", True),
+        ("p0.worker has rooms: Core(a={1: 2})", "p1.worker has rooms: Core(b=[])", True),
+        ("request 9: the router lives", "request 9: has no end", False),
+        ("not at rest: d0 has rooms", "not at rest: d0 is not back", False),
+    ],
+)
+def test_violations_of_one_kind_differ_only_in_what_differs_between_worlds(
+    one: str, other: str, is_same: bool
+) -> None:
+    assert (kind_of(one) == kind_of(other)) is is_same
 
 
 def test_a_mutant_ends_the_run_where_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
