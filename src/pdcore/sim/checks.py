@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from pdcore.errors import OwnershipError
+from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.server.client import HttpError, Timeout
 from pdcore.sim.cluster import ROUTER, Cluster
@@ -26,11 +27,16 @@ from pdcore.transports.loopback_fabric import Action
 MAX_IDLE_TASKS: Final = {"leader": 1, "router": 2, "worker": 1, "client": 0}
 
 
+#: Blocks are kept for their writers.
+_KEPT: Final = (ReceiverState.TRANSFERRING, ReceiverState.DRAINING)
+
+
 class WriteWatch:
     """No write moves while the memory it goes to is not its lease's any more.
 
     The rank that is written to is asked in the moment of the write: the lease must belong to
-    a room that still has its blocks. Where the receiver enforces, it refuses the write."""
+    a room that still has its blocks and keeps them for its writers: a request that runs is
+    written by nobody. Where the receiver enforces, it refuses the write."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -51,6 +57,13 @@ class WriteWatch:
         assert isinstance(core, DecodeCore)
         for record in core.rooms.records.values():
             if record.receiver.lease == lease and record.seq.seq_id in core.blocks:
+                if record.receiver.state in _KEPT:
+                    return
+                state = record.receiver.state.value
+                self._cluster.site.violate(
+                    f"{sender.process.name} still writes to {receiver.process.name} under lease "
+                    f"{lease.counter}, which is {state}"
+                )
                 return
         self._cluster.site.violate(
             f"{sender.process.name} still writes to {receiver.process.name} under lease "

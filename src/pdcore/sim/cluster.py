@@ -197,6 +197,11 @@ class Cluster:
 
     def _tell(self, action: Action) -> None:
         self.site.trace(action.kind, f"{action.handle} {action.receiver.hex()[:8]}")
+        if action.kind == "land":
+            # The control: checks that no late write hurts say nothing where none comes.
+            writer = self.lives.get(action.sender)
+            is_dead = writer is not None and writer.process.is_dead
+            self.site.faults["write_of_the_dead" if is_dead else "write_too_late"] += 1
         self.on_write(action)
         for incarnation in (action.sender, action.receiver):
             rank = self.lives.get(incarnation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.sim.checks import WriteWatch, not_ready, router_unrest, unrest
 from pdcore.sim.clients import ask
@@ -64,6 +65,28 @@ def test_every_write_is_watched_and_one_to_blocks_given_back_is_told() -> None:
         while not cluster.site.violations:
             await pass_time(0.01)
         assert "blocks were given back" in cluster.site.violations[0]
+        cluster.site.violations.clear()
+        cluster.on_write = lambda action: None
+        asked.cancel()
+
+    in_world(make_plan(1), scenario)
+
+
+def test_a_write_to_a_request_that_runs_is_told() -> None:
+    """Rule 3: Done ends the claim, so nothing of it may come any more."""
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.slowness = 1000.0
+        asked = asyncio.ensure_future(ask(cluster, REQUEST))
+        while not cluster.site.fabric.pending():
+            await pass_time(0.001)
+        for rank in cluster.ranks():
+            if isinstance(rank.core, DecodeCore):
+                for record in rank.core.rooms.records.values():
+                    record.receiver.state = ReceiverState.DONE
+        while not cluster.site.violations:
+            await pass_time(0.01)
+        assert "which is Done" in cluster.site.violations[0]
         cluster.site.violations.clear()
         cluster.on_write = lambda action: None
         asked.cancel()

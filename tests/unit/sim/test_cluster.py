@@ -77,3 +77,21 @@ def test_processes_names_all_that_ever_lived() -> None:
         assert names[-1] == "client"
 
     in_world(make_plan(1), scenario)
+
+
+def test_writes_that_outlive_their_process_land_and_are_counted() -> None:
+    """The control of D3: where nothing came late, nothing would have been checked."""
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.slowness = 100.0
+        asked = asyncio.ensure_future(ask(cluster, REQUEST))
+        while not cluster.site.fabric.pending():
+            await pass_time(0.001)
+        writer = cluster.site.fabric.pending()[0].sender
+        name = cluster.lives[writer].seat.name
+        cluster.instances[name].kill_worker(late=True)
+        await asked
+        await pass_time(4.0)
+        assert cluster.site.faults["write_of_the_dead"] > 0
+
+    in_world(make_plan(1), scenario)
