@@ -306,7 +306,9 @@ def common_key(actor: Actor) -> tuple[object, ...]:
     """The part of :meth:`Actor.key` that both roles have."""
     rooms, dispatches = actor.core.rooms, actor.shape.dispatches
     armed = tuple(
-        tuple(rooms.timers.is_armed(kind, d.key) for kind in ("drain", "linger", "resend"))
+        tuple(
+            rooms.timers.is_armed(kind, d.key) for kind in ("deadline", "drain", "linger", "resend")
+        )
         for d in dispatches
     )
     tombs = (rooms.tombstones.get(d.key, NOW) for d in dispatches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcore.sim.actors import Actor, ActorEvent, common_key
+from pdcore.sim.actors import Actor, ActorEvent, common_key, resends
 from pdcore.sim.decode_actor import DecodeActor
 from pdcore.sim.explore import explore
 from pdcore.sim.pair_book import Book, Local, Outlive, Rules, kind_of
@@ -45,6 +45,11 @@ def check_futures_agree(book: Remembering) -> int:
     compared = 0
     for number, (parent, event) in list(book.other_ways.items()):
         local = book.locals[number]
+        other = book.rebuild(book.locals[parent])
+        book.feed(other, event)
+        offers = tuple(o for o in other.offers() if book._may_happen(o, other.place))
+        assert offers == local.offers, event
+        assert book.mask_of(resends(other)) == local.resends, event
         for known, step in local.steps.items():
             if not isinstance(known, tuple):
                 continue
@@ -58,8 +63,18 @@ def check_futures_agree(book: Remembering) -> int:
     return compared
 
 
-def test_two_ways_to_one_state_have_one_future() -> None:
-    book = Remembering(RULES)
+FORGETFUL = Rules(
+    Shape(ONE, FIRST, num_entities=2),
+    frozenset({"forget", "evict", "abort"}),
+    fair_deadlines=frozenset({"prefill0", "decode"}),
+    duplicates=frozenset({"prefill0", "decode"}),
+)
+
+
+@pytest.mark.parametrize("rules", [RULES, FORGETFUL], ids=["dies", "forgets"])
+def test_two_ways_to_one_state_have_one_future(rules: Rules) -> None:
+    """What may happen next counts, too: whose deadline has passed has none any more."""
+    book = Remembering(rules)
     explore(PairWorld(book), max_states=3000)
     assert check_futures_agree(book) > 200
 
