@@ -28,12 +28,12 @@ UNHEARD_S: Final = 0.1
 
 
 class Faults:
-    """Carries out the faults of one plan. ``stood_still_s`` sums for how long processes or
-    networks stood still: answers may be that much later."""
+    """Carries out the faults of one plan."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.stood_still_s = 0.0
+        #: (from, until) in virtual time: processes or networks stand still.
+        self._stands: list[tuple[float, float]] = []
         self._undo: dict[int, Undo] = {}
 
     def begin(self, fault: Fault) -> None:
@@ -42,11 +42,18 @@ class Faults:
         site.trace("fault", f"{fault.kind} {fault.target} {fault.duration_s:.3f}")
         site.faults[fault.kind] += 1
         if fault.kind in STANDING_STILL:
-            self.stood_still_s += fault.duration_s
+            now_s = site.loop.time()
+            self._stands.append((now_s, now_s + fault.duration_s))
         undo = KINDS[fault.kind](self.cluster, fault)
         if undo is not None:
             self._undo[fault.number] = undo
             site.later(fault.duration_s, partial(self._end, fault.number))
+
+    def stood_still_s(self, from_s: float, until_s: float) -> float:
+        """How much later an answer may be that was asked for and came at these times: for as
+        long as something stood still meanwhile."""
+        overlaps = (min(until_s, b) - max(from_s, a) for a, b in self._stands)
+        return sum(max(0.0, overlap) for overlap in overlaps)
 
     def calm(self) -> None:
         """Undo what still lasts, or still waits for its moment."""

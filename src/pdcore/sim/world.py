@@ -160,8 +160,10 @@ class _Life:
         outcome = await task
         self.outcomes.append(outcome)
         excused = self.cluster.router.outages
-        is_calm = self.site.loop.time() < self.calm_until_s
-        for problem in judge(outcome, excused, self.faults.stood_still_s, is_calm=is_calm):
+        now_s = self.site.loop.time()
+        spare_s = self.faults.stood_still_s(outcome.asked_s, now_s)
+        is_calm = now_s < self.calm_until_s
+        for problem in judge(outcome, excused, spare_s, is_calm=is_calm):
             self.site.violate(problem)
 
     async def _last_requests(self) -> None:

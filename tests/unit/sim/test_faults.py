@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdcore.sim.faults import KINDS, STANDING_STILL
+from pdcore.sim.cluster import Cluster
+from pdcore.sim.faults import KINDS, STANDING_STILL, Faults
+from pdcore.sim.loop import pass_time
 from pdcore.sim.plan import FAULT_KINDS, Fault, make_plan
-from pdcore.sim.world import run_world
+from pdcore.sim.world import in_world, run_world
 
 
 def test_every_kind_that_a_plan_draws_exists() -> None:
@@ -24,3 +26,17 @@ def test_a_cluster_survives_it(kind: str) -> None:
     result = run_world(plan.only(requests=requests).with_faults((fault,)))
     assert result.violations == []
     assert result.faults[kind] == 1
+
+
+def test_only_what_stood_still_meanwhile_excuses_a_late_answer() -> None:
+    """A pause that was over before a request came gives it no more time."""
+
+    async def scenario(cluster: Cluster) -> list[float]:
+        faults, now_s = Faults(cluster), cluster.site.loop.time()
+        for number, kind in enumerate(("pause_worker", "slow_writes")):
+            faults.begin(Fault(number, kind, 0.0, "p0", "d0", 2.0, 0.5))
+        await pass_time(3.0)
+        spans = ((-2.0, -1.0), (1.0, 5.0), (-1.0, 9.0), (2.5, 9.0))
+        return [faults.stood_still_s(now_s + a, now_s + b) for a, b in spans]
+
+    assert in_world(make_plan(1), scenario) == pytest.approx([0.0, 1.0, 2.0, 0.0])
