@@ -98,8 +98,8 @@ def unrest(cluster: Cluster) -> list[str]:
 def rank_unrest(rank: SimRank) -> Iterator[str]:
     """Rooms, blocks and slots that a worker still holds."""
     core, name = rank.core, rank.process.name
-    if core.live_keys():
-        yield f"{name} has rooms: {core!r}"
+    if live := core.live_keys():
+        yield f"{name} has rooms: {[core.rooms.records[key].entity for key in live]}"
     try:
         ledgers = core.blocks.audit()
     except OwnershipError as error:

@@ -148,7 +148,7 @@ class SimInstance:
     def _give_up(self, leader: SimLeader) -> None:
         if leader is self.leader:
             if not self._stood_still:
-                self.site.violate(f"{self.seat.name} has not drained in time: {self.rank}")
+                self.site.violate(f"{self.seat.name} has not drained in time: {leader.process}")
             self._exit(leader)
 
     def _exit(self, leader: SimLeader) -> None:

@@ -92,3 +92,21 @@ def test_a_write_to_a_request_that_runs_is_told() -> None:
         asked.cancel()
 
     in_world(make_plan(1), scenario)
+
+
+def test_what_is_left_is_told_in_words_that_are_the_same_in_every_process() -> None:
+    """The text is part of the trace, and so of its hash: no address of an object in it."""
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.slowness = 100.0
+        asked = asyncio.ensure_future(ask(cluster, REQUEST))
+        while not cluster.site.fabric.pending():
+            await pass_time(0.001)
+        rooms = [text for text in unrest(cluster) if "has rooms" in text]
+        assert len(rooms) == 2
+        assert not any(" object at 0x" in text for text in unrest(cluster))
+        assert any("Receiver(" in text for text in rooms)
+        await asked
+        await pass_time(4.0)
+
+    in_world(make_plan(1), scenario)
