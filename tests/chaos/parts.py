@@ -40,7 +40,9 @@ PATIENT_S = 60.0
 LANES = 12
 
 #: A death in mid-request: somebody noticed and said so.
-LOST = frozenset({"ok", "peer_lost", "worker_lost", "unreachable", "unavailable", "transfer_failed"})
+LOST = frozenset(
+    {"ok", "peer_lost", "worker_lost", "unreachable", "unavailable", "transfer_failed"}
+)
 #: Silence is only ever told by time.
 SILENT = LOST | {"deadline_exceeded"}
 
