@@ -1,11 +1,15 @@
-"""What every test gets: hypothesis profiles, and a PYTHONPATH that child processes inherit."""
+"""What every test gets: hypothesis profiles, a PYTHONPATH that child processes inherit, and
+logging as it was before the test that ran a whole command."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,3 +36,14 @@ def pytest_configure() -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if source not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([source, *filter(None, paths)])
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands set the root logger up for their process, which here is everybody's."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in [h for h in root.handlers if h not in handlers]:
+        root.removeHandler(handler)
