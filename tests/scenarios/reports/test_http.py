@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from pdcore.server.workers import WorkerRegistry
 from pdcore.types import Role
 from tests.unit.router.test_core import Router as CoreRouter
 from tests.unit.server.kit import (
-    PATIENCE_S,
     TEXT,
     Call,
     FakeLink,
@@ -28,7 +27,7 @@ from tests.unit.server.kit import (
     run,
     settle,
 )
-from tests.unit.server.legs_kit import Arrival, Cluster, hold, module_cluster
+from tests.unit.server.legs_kit import Arrival, Cluster, Play, hold, module_cluster, player
 
 PD: dict[str, Any] = {
     "bootstrap_room": 5,
@@ -38,7 +37,6 @@ PD: dict[str, Any] = {
 }
 HI: dict[str, Any] = {"prompt": "hi", **PD}
 INFO = ("/health", "/stats", "/v1/models", "/metrics")
-Play = Callable[[Cluster], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +46,7 @@ def running() -> Iterator[tuple[asyncio.Runner, Cluster]]:
 
 @pytest.fixture
 def play(running: tuple[asyncio.Runner, Cluster]) -> Callable[[Play], None]:
-    runner, cluster = running
-
-    async def bounded(scene: Play) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                await scene(cluster)
-            finally:
-                await cluster.quiet()
-
-    def run_scene(scene: Play) -> None:
-        cluster.reset()
-        runner.run(bounded(scene))
-
-    return run_scene
+    return player(*running)
 
 
 async def answer(arrival: Arrival) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -228,3 +228,24 @@ def module_cluster() -> Iterator[tuple[asyncio.Runner, Cluster]]:
         runner.run(cluster.start())
         yield runner, cluster
         runner.run(cluster.stop())
+
+
+#: One scene of a test: it ends within PATIENCE_S, and leaves the cluster quiet.
+Play = Callable[[Cluster], Coroutine[Any, Any, None]]
+
+
+def player(runner: asyncio.Runner, cluster: Cluster) -> Callable[[Play], None]:
+    """For a ``play`` fixture on a :func:`module_cluster`."""
+
+    async def bounded(scene: Play) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                await scene(cluster)
+            finally:
+                await cluster.quiet()
+
+    def run_scene(scene: Play) -> None:
+        cluster.reset()
+        runner.run(bounded(scene))
+
+    return run_scene

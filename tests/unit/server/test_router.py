@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,19 @@ from pdcore.server import http
 from pdcore.server import router as router_module
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.serve import AppServer, bind
-from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
-from tests.unit.server.legs_kit import Arrival, Cluster, Leg, Router, hold, module_cluster
+from tests.unit.server.kit import Call, Reply, call, settle
+from tests.unit.server.legs_kit import (
+    Arrival,
+    Cluster,
+    Leg,
+    Play,
+    Router,
+    hold,
+    module_cluster,
+    player,
+)
 
 HI: dict[str, Any] = {"prompt": "hi"}
-Play = Callable[[Cluster], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +39,7 @@ def running() -> Iterator[tuple[asyncio.Runner, Cluster]]:
 
 @pytest.fixture
 def play(running: tuple[asyncio.Runner, Cluster]) -> Callable[[Play], None]:
-    runner, cluster = running
-
-    async def bounded(scene: Play) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                await scene(cluster)
-            finally:
-                await cluster.quiet()
-
-    def run_scene(scene: Play) -> None:
-        cluster.reset()
-        runner.run(bounded(scene))
-
-    return run_scene
+    return player(*running)
 
 
 async def answer(arrival: Arrival) -> None:

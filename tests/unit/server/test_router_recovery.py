@@ -13,10 +13,18 @@ from pdcore.router.limits import OnPrefillLoss
 from pdcore.server.client import ConnectFailed, Origin
 from pdcore.server.http import SAMPLED, start_stream
 from pdcore.server.router import stream_end
-from tests.unit.server.kit import PATIENCE_S, Call, Reply, call, settle
-from tests.unit.server.legs_kit import Arrival, Break, Cluster, Router, hold, module_cluster
+from tests.unit.server.kit import Call, Reply, call, settle
+from tests.unit.server.legs_kit import (
+    Arrival,
+    Break,
+    Cluster,
+    Play,
+    Router,
+    hold,
+    module_cluster,
+    player,
+)
 
-Play = Callable[[Cluster], Coroutine[Any, Any, None]]
 LOST = {"error": {"message": "a prefill rank is gone", "code": "peer_lost"}}
 
 
@@ -27,20 +35,7 @@ def running() -> Iterator[tuple[asyncio.Runner, Cluster]]:
 
 @pytest.fixture
 def play(running: tuple[asyncio.Runner, Cluster]) -> Callable[[Play], None]:
-    runner, cluster = running
-
-    async def bounded(scene: Play) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                await scene(cluster)
-            finally:
-                await cluster.quiet()
-
-    def run_scene(scene: Play) -> None:
-        cluster.reset()
-        runner.run(bounded(scene))
-
-    return run_scene
+    return player(*running)
 
 
 def generate(router: Router, **fields: Any) -> Call:
