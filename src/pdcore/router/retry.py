@@ -29,6 +29,7 @@ from pdcore.types import Failure
 _P: Final = frozenset({Leg.PREFILL})
 _D: Final = frozenset({Leg.DECODE})
 _BOTH: Final = _P | _D
+_NOBODY: Final[frozenset[Leg]] = frozenset()
 
 
 class Loss(NamedTuple):
@@ -47,6 +48,8 @@ _BY_CODE: Final = {
     "bad_metadata": Loss((_BOTH, _P, _D), True),
     "peer_lost": Loss((_BOTH, _P, _D), True),
     "unreachable": Loss((_P,), True),
+    # Nobody's fault and nothing lost: decode asks for the route anew, so the same pair will do.
+    "stale_route": Loss((_NOBODY,)),
     "unavailable": Loss((_BOTH, _D, _P)),
     "shutting_down": Loss((_BOTH, _D, _P)),
     "worker_lost": Loss((_D,)),

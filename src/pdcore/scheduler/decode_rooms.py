@@ -114,6 +114,17 @@ class DecodeRecord(RoomRecord):
             return []
         return [peer for peer in self.unheard() if peer.rank not in self.queued_at]
 
+    def loss_of(self, incarnation: Incarnation, detail: str) -> Failure:
+        """Why this request ends with that prefill life. Where it never said a word about the
+        request, only the route was old: the life may have been over before the request came,
+        and its successor may have the prefill half already. Nothing is lost then, and the same
+        pair serves the next attempt (architecture, section 2: new requests work)."""
+        for target in self.receiver.targets.values():
+            peer = target.peer
+            if peer.incarnation == incarnation and (target.answered or peer.rank in self.queued_at):
+                return failure("peer_lost", f"a prefill rank is gone: {detail}")
+        return failure("stale_route", f"the route led to a prefill rank that is gone: {detail}")
+
     def __repr__(self) -> str:
         return f"DecodeRecord({self.receiver!r}, {self.seq!r})"
 
@@ -342,7 +353,7 @@ class DecodeInbox:
                 # Nobody can fence here: a dead writer posts nothing more, and the period
                 # that follows is the rule for what it had posted.
                 self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
-            lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
+            lost = record.loss_of(peer.incarnation, detail)
             self.rooms.emit(record, receiver.failed_locally(lost), now)
         if not fenced:
             self.rooms.out.append(FencePeer(peer))
@@ -368,5 +379,5 @@ class DecodeInbox:
         """That life left its place in the route: its rooms fail (D32). No proof of death, so
         no block comes back for it: their claims end by an acknowledgement or a fence."""
         for record in self.rooms.records_of(incarnation):
-            lost = failure("peer_lost", f"a prefill rank is gone: {detail}")
+            lost = record.loss_of(incarnation, detail)
             self.rooms.emit(record, record.receiver.failed_locally(lost), now)

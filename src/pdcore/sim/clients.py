@@ -34,6 +34,7 @@ ALLOWED_CODES: Final = frozenset(
         "peer_lost",
         "prefill_failed",
         "shutting_down",
+        "stale_route",
         "transfer_failed",
         "unavailable",
         "unreachable",

@@ -316,7 +316,8 @@ def test_whoever_held_a_queued_request_dies() -> None:
     world.run(lambda: all(world.decode.result(key) for key in keys))
     assert world.clock.monotonic() - start_s < 10.0
     ends = {world.decode.result(key).failure for key in keys}
-    assert {why.code for why in ends if why is not None} == {"peer_lost"}
+    # Which of the two depends on whether its Queued or its claim was out already.
+    assert {why.code for why in ends if why is not None} == {"peer_lost", "stale_route"}
     assert former is not world.prefill
     assert len(world.run_request(PROMPT, FIVE)) == 5
     world.settle()

@@ -32,6 +32,7 @@ WORTH_IT = {
     "transfer_failed",
     "bad_metadata",
     "peer_lost",
+    "stale_route",
     "worker_lost",
     "unreachable",
     "unavailable",
@@ -106,6 +107,19 @@ def test_a_lost_peer_may_be_either_so_both_are_avoided_where_that_can_be(
         fleet, live, loss_of(LegAnswered(1, 11, D, 503, "peer_lost")), RouterLimits(), 0.0
     )
     assert (plan and tuple(m.target.netloc for m in plan.pair)) == pair
+
+
+@pytest.mark.parametrize("policy", list(OnPrefillLoss))
+def test_an_old_route_is_nobody_s_fault_and_the_same_pair_serves_again(
+    policy: OnPrefillLoss,
+) -> None:
+    """Decode asks for the route anew: the only pair there is will do, under every policy."""
+    fleet = fleet_of(1, 1)
+    loss = loss_of(LegAnswered(1, 11, D, 503, "stale_route"))
+    plan = plan_retry(fleet, live_in(fleet), loss, RouterLimits(on_prefill_loss=policy), 0.0)
+    assert plan is not None
+    assert (plan.blamed, plan.delay_s) == ([], 0.0)
+    assert tuple(m.target.netloc for m in plan.pair if m) == ("p0:1", "d0:1")
 
 
 def test_the_bounds_of_another_attempt() -> None:

@@ -195,6 +195,24 @@ def test_a_stale_answer_fails_the_room_and_asks_for_a_fence() -> None:
     assert core.blocks.ledger()["full"].free == 63
 
 
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("nothing", "stale_route"), ("queued", "peer_lost"), ("claim", "peer_lost")],
+)
+def test_a_route_that_was_old_is_told_from_a_prefill_that_was_lost(said: str, code: str) -> None:
+    """Architecture, section 2 (new requests work after a restart): the life that decode's route
+    named never said a word about this request, so nothing of it is lost; its successor may
+    have the prefill half already."""
+    core = make_decode()
+    request, record = transferring(core, granted=said == "claim")
+    if said == "queued":
+        ask(core, Status(request.key, record.receiver.lease, StatusKind.QUEUED))
+    effects = ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 1.0)
+    (result,) = results(effects)
+    assert result.failure is not None
+    assert (result.failure.code, result.failure.http_status) == (code, 503)
+
+
 def test_a_transport_that_enforces_the_lease_frees_at_once() -> None:
     core = make_decode()
     request, record = transferring(core)
