@@ -211,4 +211,9 @@ def _check_open(endpoint: Endpoint) -> None:
         raise TransportError("this transport is closed")
 
 
-PLUGIN = TransportPlugin(create=LoopbackTransport, why_unavailable=lambda: None)
+PLUGIN = TransportPlugin(
+    create=LoopbackTransport,
+    why_unavailable=lambda: None,
+    caps=loopback_caps(Revocation.SENDER_ACK),
+    variants={kind.value: {"revocation": kind} for kind in Revocation},
+)

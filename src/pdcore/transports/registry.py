@@ -16,7 +16,7 @@ from typing import Final
 import attrs
 
 from pdcore.errors import ConfigError, TransportError
-from pdcore.transports.base import Transport
+from pdcore.transports.base import Transport, TransportCaps
 from pdcore.types import Incarnation
 
 ENTRY_POINT_GROUP: Final = "pdcore.transports"
@@ -41,6 +41,25 @@ class TransportPlugin:
     create: Callable[..., Transport]
     why_unavailable: Callable[[], str | None]
     worker_options: Mapping[str, object] = attrs.field(factory=dict)
+    #: What it declares without options, known without making one: a vendor may be missing.
+    caps: TransportCaps | None = None
+    #: What to install or change where ``why_unavailable`` has a reason.
+    remedy: str = ""
+    #: Ways to use it, name -> options: the conformance suite runs on each. None: the plain one.
+    variants: Mapping[str, Mapping[str, object]] = attrs.field(factory=dict)
+    #: Connect/close cycles of the growth checks; at least 30, for vendors that start slowly.
+    cycles: int = attrs.field(default=1000, validator=attrs.validators.ge(30))
+
+
+@attrs.frozen
+class Presence:
+    """One transport on this machine: ``reason`` None means that it works, ``remedy`` is what
+    helps where it does not, ``caps`` what it declares (None: not known before one is made)."""
+
+    name: str
+    reason: str | None
+    remedy: str
+    caps: TransportCaps | None
 
 
 def names() -> list[str]:
@@ -50,13 +69,24 @@ def names() -> list[str]:
 
 def available() -> dict[str, str | None]:
     """Name -> None when it works on this machine, else the reason why not."""
-    found: dict[str, str | None] = {}
-    for name in names():
-        try:
-            found[name] = load(name).why_unavailable()
-        except ConfigError as error:
-            found[name] = str(error)
-    return found
+    return {name: presence(name).reason for name in names()}
+
+
+def presence(name: str) -> Presence:
+    """How it is with one transport here; one that cannot be imported is not available.
+    Raises ConfigError for an unknown name."""
+    try:
+        plugin = load(name)
+    except ConfigError as error:
+        known = {**dict.fromkeys(_BUILT_IN), **_third_party()}
+        if name not in known:
+            raise
+        entry = known[name]
+        package = entry.dist.name if entry is not None and entry.dist is not None else "pdcore"
+        remedy = f"repair or remove the package that it comes with, {package}"
+        return Presence(name, str(error), remedy, None)
+    reason = plugin.why_unavailable()
+    return Presence(name, reason, plugin.remedy if reason is not None else "", plugin.caps)
 
 
 def load(name: str) -> TransportPlugin:

@@ -266,4 +266,6 @@ PLUGIN = TransportPlugin(
     create=ShmTransport,
     why_unavailable=why_unavailable,
     worker_options={"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES},
+    caps=CAPS,
+    remedy="Linux 5.3 or later with memfd_create, or a writable /dev/shm, is needed",
 )

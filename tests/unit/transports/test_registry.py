@@ -9,12 +9,15 @@ import pytest
 
 from pdcore.errors import ConfigError, TransportError
 from pdcore.transports import registry
-from pdcore.transports.loopback import LoopbackTransport
+from pdcore.transports.base import Revocation
+from pdcore.transports.loopback import LoopbackTransport, loopback_caps
 from pdcore.transports.registry import TransportPlugin, available, create, names, resolve
 from pdcore.types import Incarnation
 
 US = Incarnation(b"u" * 16)
-broken = TransportPlugin(create=LoopbackTransport, why_unavailable=lambda: "no such hardware")
+broken = TransportPlugin(
+    create=LoopbackTransport, why_unavailable=lambda: "no such hardware", remedy="buy some"
+)
 not_a_plugin = "a string"
 
 
@@ -131,3 +134,33 @@ def test_a_transport_that_crosses_hosts_may_be_told_of_others(
         registry.require_reach("loopback", ("10.0.0.9",))
     monkeypatch.setattr(registry, "load", lambda name: TransportPlugin(network, lambda: None))
     registry.require_reach("loopback", ("10.0.0.9",))
+
+
+def test_what_a_plugin_declares_is_what_it_makes() -> None:
+    """docs/transports.md and `pdcore doctor` tell what is declared without making one."""
+    for name in registry._BUILT_IN:
+        declared = registry.load(name).caps
+        assert declared is not None, f"{name}: its PLUGIN declares no caps"
+        if registry.load(name).why_unavailable() is None:
+            transport = create(name, US)
+            transport.close()
+            assert transport.caps == declared
+
+
+@pytest.mark.usefixtures("third_party")
+def test_presence_says_what_helps() -> None:
+    here = registry.presence("loopback")
+    assert (here.reason, here.remedy) == (None, "")
+    assert here.caps == loopback_caps(Revocation.SENDER_ACK)
+    absent = registry.presence("broken")
+    assert (absent.reason, absent.remedy, absent.caps) == ("no such hardware", "buy some", None)
+    missing = registry.presence("missing")
+    assert "pdcore_missing_vendor" in str(missing.reason)
+    assert "repair or remove the package" in missing.remedy
+    with pytest.raises(ConfigError, match="unknown name 'rdma'"):
+        registry.presence("rdma")
+
+
+def test_a_plugin_may_not_ask_for_fewer_cycles_than_show_a_leak() -> None:
+    with pytest.raises(ValueError, match="cycles"):
+        TransportPlugin(LoopbackTransport, lambda: None, cycles=29)
