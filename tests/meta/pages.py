@@ -6,8 +6,6 @@ stale. Whole generated pages (lifecycle, configuration) have commands of their o
 
 from __future__ import annotations
 
-import inspect
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,16 +13,13 @@ from pathlib import Path
 import attrs
 
 from pdcore.errors import HTTP_STATUS
-from pdcore.testing.conformance import CHECKS
+from pdcore.testing.conformance import CHECKS, cell
 from pdcore.transports import registry
-from pdcore.transports.base import Revocation, TransportCaps
-from pdcore.types import Incarnation
+from pdcore.transports.base import TransportCaps
 from tests.meta.source import ROOT
 
 DOCS = ROOT / "docs"
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-#: Where a check's rule comes from; the table has a column of its own for that.
-SOURCE = re.compile(r"^(?:G\d|[Pp]ublic report|Rule)[^:]*: ")
 
 #: What each failure code means and what to do; a code without a line here is a stale page.
 FAILURES = {
@@ -70,40 +65,23 @@ def failures() -> str:
 
 
 def capabilities() -> str:
-    """What each transport of this machine declares."""
+    """What each transport of pdcore declares, whether it works on this machine or not."""
     declared: dict[str, dict[str, object]] = {}
-    for name, problem in registry.available().items():
-        if problem is not None:
-            raise RuntimeError(f"{name} does not work here, so its column cannot be written")
-        transport = registry.create(name, Incarnation(os.urandom(16)))
-        declared[name] = attrs.asdict(transport.caps)
-        transport.close()
+    for name in registry.built_in():
+        caps = registry.load(name).caps
+        if caps is None:
+            raise RuntimeError(f"{name}: its PLUGIN declares no caps, so it has no column")
+        declared[name] = attrs.asdict(caps)
     names = [field.name for field in attrs.fields(TransportCaps)]
     head = ("capability", *(f"`{name}`" for name in declared))
     return rows(
-        [head, *((name, *(word(caps[name]) for caps in declared.values())) for name in names)]
+        [head, *((name, *(cell(caps[name]) for caps in declared.values())) for name in names)]
     )
-
-
-def word(value: object) -> str:
-    if isinstance(value, Revocation):
-        return value.value
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return str(value)
 
 
 def checks() -> str:
     """Every check of the conformance suite with the first sentence of its own text."""
-    body = []
-    for check in CHECKS:
-        text = inspect.cleandoc(check.run.__doc__ or "").replace("\n", " ").replace("``", "`")
-        text = SOURCE.sub("", text)
-        sentence = re.split(r"(?<=[\w`])\.(?= [A-Z]|$)", text)[0]
-        sentence = sentence[0].upper() + sentence[1:]
-        body.append((f"`{check.name}`", check.guarantee, sentence))
+    body = [(f"`{check.name}`", check.guarantee, check.summary) for check in CHECKS]
     return rows([("check", "guarantee", "what it shows"), *body])
 
 

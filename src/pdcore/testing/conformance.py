@@ -14,11 +14,13 @@ cannot pass by declaring less.
 
 from __future__ import annotations
 
+import inspect
+import re
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 import attrs
 
@@ -56,6 +58,27 @@ class Check:
     guarantee: str
     run: Callable[[TransportHarness], None] = attrs.field(repr=False)
     needs: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of what the check says of itself."""
+        text = inspect.cleandoc(self.run.__doc__ or "").replace("\n", " ").replace("``", "`")
+        sentence = re.split(r"(?<=[\w`])\.(?= [A-Z]|$)", _SOURCE.sub("", text))[0]
+        return sentence[0].upper() + sentence[1:]
+
+
+#: Where a check's rule comes from: the guarantee is told apart from what is shown.
+_SOURCE: Final = re.compile(r"^(?:G\d|[Pp]ublic report|Rule)[^:]*: ")
+
+
+@attrs.frozen
+class Result:
+    """How one check ended; ``reason`` says why it failed, or what the transport lacks."""
+
+    check: str
+    outcome: Literal["passed", "failed", "skipped"]
+    reason: str = ""
+    seconds: float = 0.0
 
 
 @attrs.frozen
@@ -148,35 +171,45 @@ def run_check(check: Check, harness: TransportHarness, caps: TransportCaps) -> s
     return None
 
 
-def run_conformance(harness: TransportHarness, only: Collection[str] = ()) -> Report:
-    """Run all checks (or those named in ``only``) and report; never raises for a check
-    that fails. Raises ValueError for an unknown name."""
+def conduct(check: Check, harness: TransportHarness, caps: TransportCaps) -> Result:
+    """Run one check and say how it ended; never raises for a check that fails."""
+    started = time.monotonic()
+    outcome = _Outcome()
+    missing: str | None = None
+    with outcome:
+        missing = run_check(check, harness, caps)
+    took = time.monotonic() - started
+    if outcome.failure:
+        return Result(check.name, "failed", outcome.failure, took)
+    if missing is not None:
+        return Result(check.name, "skipped", f"declares no {missing}", took)
+    return Result(check.name, "passed", "", took)
+
+
+def choose(only: Collection[str]) -> list[Check]:
+    """The checks named, in their order; all of them for no name. Raises ValueError."""
     unknown = set(only) - {check.name for check in CHECKS}
     if unknown:
         raise ValueError(f"only: no such check: {', '.join(sorted(unknown))}")
+    return [check for check in CHECKS if not only or check.name in only]
+
+
+def run_conformance(harness: TransportHarness, only: Collection[str] = ()) -> Report:
+    """Run all checks (or those named in ``only``) and report; never raises for a check
+    that fails. Raises ValueError for an unknown name."""
+    chosen = choose(only)
     probe = harness.create()
     caps = probe.caps
     probe.close()
-    passed: list[str] = []
-    failed: dict[str, str] = {}
-    skipped: dict[str, str] = {}
-    seconds: dict[str, float] = {}
-    for check in CHECKS:
-        if only and check.name not in only:
-            continue
-        started = time.monotonic()
-        outcome = _Outcome()
-        missing: str | None = None
-        with outcome:
-            missing = run_check(check, harness, caps)
-        if outcome.failure:
-            failed[check.name] = outcome.failure
-        elif missing is None:
-            passed.append(check.name)
-        else:
-            skipped[check.name] = f"declares no {missing}"
-        seconds[check.name] = time.monotonic() - started
-    return Report(harness.name, caps, tuple(passed), failed, skipped, seconds)
+    results = [conduct(check, harness, caps) for check in chosen]
+    return Report(
+        harness.name,
+        caps,
+        tuple(r.check for r in results if r.outcome == "passed"),
+        {r.check: r.reason for r in results if r.outcome == "failed"},
+        {r.check: r.reason for r in results if r.outcome == "skipped"},
+        {r.check: r.seconds for r in results},
+    )
 
 
 class _Outcome:
@@ -204,7 +237,7 @@ def capability_matrix(reports: Sequence[Report]) -> str:
     """A Markdown table: one column per transport, one row per capability and check."""
     rows = [["", *(report.transport for report in reports)]]
     rows += [
-        [field, *(_cell(attrs.asdict(report.caps)[field]) for report in reports)]
+        [field, *(cell(attrs.asdict(report.caps)[field]) for report in reports)]
         for field in attrs.fields_dict(TransportCaps)
     ]
     for check in CHECKS:
@@ -222,7 +255,8 @@ def capability_matrix(reports: Sequence[Report]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A capability's value as people read it."""
     if isinstance(value, Revocation):
         return value.value
     if isinstance(value, bool):

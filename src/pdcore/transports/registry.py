@@ -67,6 +67,11 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *_third_party()})
 
 
+def built_in() -> list[str]:
+    """Those that come with pdcore."""
+    return sorted(_BUILT_IN)
+
+
 def available() -> dict[str, str | None]:
     """Name -> None when it works on this machine, else the reason why not."""
     return {name: presence(name).reason for name in names()}

@@ -138,7 +138,7 @@ def test_a_transport_that_crosses_hosts_may_be_told_of_others(
 
 def test_what_a_plugin_declares_is_what_it_makes() -> None:
     """docs/transports.md and `pdcore doctor` tell what is declared without making one."""
-    for name in registry._BUILT_IN:
+    for name in registry.built_in():
         declared = registry.load(name).caps
         assert declared is not None, f"{name}: its PLUGIN declares no caps"
         if registry.load(name).why_unavailable() is None:
