@@ -14,6 +14,8 @@ Check pdcore's promises on this machine: no failure loses a request, corrupts a 
   that runs in production, and checks each of them. Some minutes.
 - `pdcore verify cluster --seeds 100` runs whole clusters on virtual time while processes die,
   networks part and memory runs out. Less than a second for each seed.
+- `pdcore verify transport --all` asks of every KV transport what it promises, on this machine.
+  Some ten seconds for each.
 
 Example: `pdcore verify lifecycles --list` names the small worlds.
 
@@ -21,7 +23,7 @@ docs/verification.md says what is proved, within which bounds, and what is not.
 """
 
 #: pdcore.cli.verify_<name> has the function of that name.
-PROOFS: Final = ("lifecycles", "cluster")
+PROOFS: Final = ("lifecycles", "cluster", "transport")
 
 
 def build_verify() -> App:

@@ -61,6 +61,10 @@ class TransportCaps:
     device_kinds: tuple[str, ...] = ("cpu",)
     cross_host: bool = False
 
+    def as_json(self) -> dict[str, object]:
+        """For reports: plain values only."""
+        return {**attrs.asdict(self), "revocation": self.revocation.value}
+
 
 @attrs.frozen
 class Region:
