@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RegistryHarness,
         TransportHarness,
     )
+    from pdcore.testing.transport_verify import Verdict, verify_transport
     from pdcore.testing.world import Rank, World, make_world
     from pdcore.transports.loopback_fabric import Faults, LoopbackFabric
 
@@ -50,6 +51,7 @@ _EXPORTS: Final[dict[str, str]] = {
     "SimulatedConfig": "pdcore.engine.simulated",
     "Totals": "pdcore.sim.seeds",
     "TransportHarness": "pdcore.testing.transport_harness",
+    "Verdict": "pdcore.testing.transport_verify",
     "World": "pdcore.testing.world",
     "WorldResult": "pdcore.sim.world",
     "audit": "pdcore.scheduler.ledger",
@@ -64,6 +66,7 @@ _EXPORTS: Final[dict[str, str]] = {
     "run_seeds": "pdcore.sim.seeds",
     "run_world": "pdcore.sim.world",
     "simulated_tokens": "pdcore.engine.simulated",
+    "verify_transport": "pdcore.testing.transport_verify",
 }
 
 __all__ = [
@@ -86,6 +89,7 @@ __all__ = [
     "SimulatedConfig",
     "Totals",
     "TransportHarness",
+    "Verdict",
     "World",
     "WorldResult",
     "audit",
@@ -100,6 +104,7 @@ __all__ = [
     "run_seeds",
     "run_world",
     "simulated_tokens",
+    "verify_transport",
 ]
 
 
