@@ -15,9 +15,12 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from pdcore.transports.base import TransportCaps
 
 OK: Final = "ok"
 #: Missing, but the demo runs without it.
@@ -47,7 +50,8 @@ class Finding(NamedTuple):
 
 
 def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
-    """Say what is installed, which transports work here, and why others do not.
+    """Say what is installed, which transports work here and what they can do, and why others
+    do not. `pdcore verify transport --all` goes on from there and checks what they promise.
 
     Exit status 0: `pdcore demo` can run. 1: something it needs is missing; the remedy is
     printed.
@@ -57,13 +61,15 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = 
     Parameters
     ----------
     as_json
-        One JSON object, for programs and bug reports.
+        One JSON object, for programs and bug reports: `works`, `findings`, and `transports` by
+        name with `available`, `reason`, `remedy` and `capabilities`.
     """
     findings = list(examine())
     works = not any(f.status == BAD for f in findings)
     if as_json:
         rows = [f._asdict() for f in findings]
-        print(json.dumps({"works": works, "findings": rows}, indent=2))
+        report = {"works": works, "findings": rows, "transports": transports()}
+        print(json.dumps(report, indent=2))
     else:
         _print(findings, works)
     return 0 if works else 1
@@ -197,17 +203,52 @@ def _memory() -> Iterator[Finding]:
     )
 
 
+def transports() -> dict[str, dict[str, object]]:
+    """Name -> what ``--json`` says of a transport."""
+    from pdcore.transports import registry
+
+    return {
+        found.name: {
+            "available": found.reason is None,
+            "reason": found.reason,
+            "remedy": found.remedy,
+            "capabilities": None if found.caps is None else found.caps.as_json(),
+        }
+        for found in map(registry.presence, registry.names())
+    }
+
+
 def _transports() -> Iterator[Finding]:
     from pdcore.errors import ConfigError
     from pdcore.transports import registry
 
-    for name, reason in registry.available().items():
-        status = OK if reason is None else NOTE
-        yield Finding("transport", name, status, reason or "works here")
+    for found in map(registry.presence, registry.names()):
+        abilities = "" if found.caps is None else _abilities(found.caps)
+        if found.reason is None:
+            detail = f"works here: {abilities}" if abilities else "works here"
+            yield Finding("transport", found.name, OK, detail)
+        else:
+            yield Finding("transport", found.name, NOTE, found.reason, found.remedy)
     try:
         yield Finding("transport", "auto", OK, f"means {registry.resolve('auto')}")
     except ConfigError as error:
         yield Finding("transport", "auto", BAD, str(error))
+
+
+def _abilities(caps: TransportCaps) -> str:
+    """The capabilities that decide where one is of use; all of them: docs/transports.md."""
+    said = [
+        "between hosts" if caps.cross_host else "within one host",
+        f"{' and '.join(caps.device_kinds)} memory",
+        f"revocation {caps.revocation.value}",
+    ]
+    if caps.quarantine_s:
+        said[-1] += f" of {caps.quarantine_s:g} s"
+    if not caps.native_notify:
+        said.append("no notifications of its own")
+    if not caps.detects_peer_death:
+        said.append("does not see a peer die")
+    return ", ".join(said)
 
 
 def _ports() -> Iterator[Finding]:

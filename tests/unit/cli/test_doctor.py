@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 
 from pdcore.cli import doctor as doctor_module
 from pdcore.cli import main
 from pdcore.cli.doctor import BAD, NOTE, OK, Finding, examine
+from pdcore.transports import registry
+from pdcore.transports.base import Revocation
+from pdcore.transports.loopback import LoopbackTransport, loopback_caps
+from pdcore.transports.registry import TransportPlugin
 
 
 def find(name: str) -> Finding:
@@ -34,8 +39,45 @@ def test_json_is_complete_and_agrees_with_the_status(capsys: pytest.CaptureFixtu
 def test_text_names_every_transport(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     out = capsys.readouterr().out
-    assert "loopback" in out
-    assert "shm" in out
+    for name in registry.names():
+        assert name in out
+
+
+def test_a_transport_has_a_reason_and_a_remedy_or_says_what_it_can(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 4, item 1: per transport available, reason and remedy, capabilities."""
+    vendor = TransportPlugin(
+        LoopbackTransport,
+        lambda: "libvendor.so is not found",
+        caps=attrs.evolve(
+            loopback_caps(Revocation.QUARANTINE), native_notify=False, cross_host=True
+        ),
+        remedy="apt install libvendor",
+    )
+    real = registry.load
+    monkeypatch.setattr(registry, "names", lambda: ["loopback", "vendor"])
+    monkeypatch.setattr(registry, "load", lambda name: vendor if name == "vendor" else real(name))
+    assert find("loopback").detail == (
+        "works here: within one host, cpu memory, revocation sender_ack"
+    )
+    finding = find("vendor")
+    assert (finding.status, finding.detail) == (NOTE, "libvendor.so is not found")
+    assert finding.remedy == "apt install libvendor"
+    assert vendor.caps is not None
+    blind = attrs.evolve(vendor.caps, detects_peer_death=False, death_fences=False)
+    assert doctor_module._abilities(blind) == (
+        "between hosts, cpu memory, revocation quarantine of 30 s, no notifications of its own, "
+        "does not see a peer die"
+    )
+    main(["doctor", "--json"])
+    transports = json.loads(capsys.readouterr().out)["transports"]
+    assert transports["loopback"]["available"] is True
+    assert transports["loopback"]["capabilities"]["alignment"] == 1
+    assert transports["vendor"]["available"] is False
+    assert transports["vendor"]["reason"] == "libvendor.so is not found"
+    assert transports["vendor"]["remedy"] == "apt install libvendor"
+    assert transports["vendor"]["capabilities"]["cross_host"] is True
 
 
 def test_a_missing_model_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
