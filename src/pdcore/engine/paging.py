@@ -8,6 +8,8 @@ lie side by side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
@@ -90,8 +92,8 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
                         f"sequence {batch.seq_ids[i]}: token id {token} is outside the "
                         f"vocabulary of {vocab}"
                     )
-    offsets = np.arange(limits.block_size, dtype=np.int64)
-    slots = []
+    ids: list[int] = []
+    ends: list[int] = []
     for i, num_new in enumerate(batch.query_lens):
         computed = batch.num_computed_tokens[i]
         if num_new < 1 or computed < 0:
@@ -99,13 +101,26 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
                 f"sequence {batch.seq_ids[i]}: {num_new} new tokens after {computed} computed "
                 "ones; a step needs at least one new token"
             )
-        blocks = _blocks(batch, i, computed + num_new, limits)
-        rows = blocks[:, None] * limits.block_stride + offsets
-        slots.append(rows.reshape(-1)[: computed + num_new])
+        ends.append(computed + num_new)
+        ids += _table(batch, i, ends[-1], limits)
+    if not ends:
+        return []
+    # One conversion and one check for all sequences: a step of many costs what one costs.
+    blocks = np.array(ids, np.int64)
+    if np.minimum.reduce(blocks) < 1 or np.maximum.reduce(blocks) >= limits.num_blocks:
+        _refuse_ids(batch, ends, limits)
+    offsets = np.arange(limits.block_size, dtype=np.int64)
+    rows = (blocks[:, None] * limits.block_stride + offsets).reshape(-1)
+    slots: list[Int64Array] = []
+    at = 0
+    for end in ends:
+        slots.append(rows[at : at + end])
+        at += -(-end // limits.block_size) * limits.block_size
     return slots
 
 
-def _blocks(batch: Batch, i: int, end: int, limits: PagedLimits) -> Int64Array:
+def _table(batch: Batch, i: int, end: int, limits: PagedLimits) -> Sequence[int]:
+    """The ids of the blocks of positions 0 .. end - 1."""
     seq = batch.seq_ids[i]
     if end > limits.max_model_len:
         raise EngineError(
@@ -118,10 +133,15 @@ def _blocks(batch: Batch, i: int, end: int, limits: PagedLimits) -> Int64Array:
             f"sequence {seq}: {len(table)} blocks in its table for manager key "
             f"{FULL_ATTENTION!r}, {num_blocks} needed"
         )
-    blocks = np.fromiter(table, np.int64, num_blocks)
-    if int(blocks.min()) < 1 or int(blocks.max()) >= limits.num_blocks:
-        raise EngineError(
-            f"sequence {seq}: block ids must be within 1..{limits.num_blocks - 1}, got "
-            f"{blocks.min()}..{blocks.max()}"
-        )
-    return blocks
+    return table
+
+
+def _refuse_ids(batch: Batch, ends: Sequence[int], limits: PagedLimits) -> None:
+    """Raises EngineError naming the sequence whose table has an id out of range."""
+    for i, end in enumerate(ends):
+        table = _table(batch, i, end, limits)
+        if min(table) < 1 or max(table) >= limits.num_blocks:
+            raise EngineError(
+                f"sequence {batch.seq_ids[i]}: block ids must be within "
+                f"1..{limits.num_blocks - 1}, got {min(table)}..{max(table)}"
+            )

@@ -20,7 +20,6 @@ from typing import Final
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from pdcore.engine.base import Allocate, RunnerCaps
 from pdcore.engine.paging import (
@@ -32,16 +31,10 @@ from pdcore.engine.paging import (
     side_by_side,
 )
 from pdcore.engine.sampling import mix64
+from pdcore.engine.shadow import GOLDEN, WORD_BYTES, ShadowCache, prefix_sum
 from pdcore.errors import EngineError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.types import Batch, Phase, SamplingParams, StepOutput, rows_of
-
-Words = NDArray[np.uint64]
-
-_WORD_BYTES: Final = 8
-_START: Final = 0x5EED0FA11C0FFEE5
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 
 
 @attrs.frozen
@@ -111,7 +104,7 @@ class SimulatedConfig:
     cost: CostModel = CostModel()
 
     def __attrs_post_init__(self) -> None:
-        if self.head_dim < 2 * _WORD_BYTES or self.head_dim % _WORD_BYTES:
+        if self.head_dim < 2 * WORD_BYTES or self.head_dim % WORD_BYTES:
             raise EngineError(
                 f"head_dim is {self.head_dim} bytes, expected a multiple of 8 from 16 on"
             )
@@ -152,100 +145,23 @@ def simulated_tokens(
 ) -> list[int]:
     """What a correct run generates after ``prompt``, EOS not stopping it; needs no cache."""
     params = sampling or SamplingParams()
-    tokens = np.array(prompt, np.uint64)
-    g = int(_prefix_sums(tokens, np.arange(len(prompt), dtype=np.uint64))[-1])
+    g = prefix_sum(prompt)
     generated: list[int] = []
     for position in range(len(prompt), len(prompt) + num_tokens):
         token = _next_token(config, g, position, params)
         generated.append(token)
-        step = _hash(np.array([token], np.uint64), np.array([position], np.uint64))
-        g = (g + int(step[0])) & ((1 << 64) - 1)
+        g = prefix_sum((token,), g, position)
     return generated
 
 
-def _mix(values: Words) -> Words:
-    """splitmix64's finaliser over an array (wraps without a warning, unlike scalars)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _hash(tokens: Words, positions: Words) -> Words:
-    return _mix(tokens + (positions + np.uint64(1)) * _GOLDEN)
-
-
-def _prefix_sums(tokens: Words, positions: Words) -> Words:
-    return np.cumsum(_hash(tokens, positions), dtype=np.uint64) + np.array([_START], np.uint64)
-
-
 def _next_token(config: SimulatedConfig, g: int, position: int, params: SamplingParams) -> int:
-    key = mix64(g + position * int(_GOLDEN))
+    key = mix64(g + position * GOLDEN)
     if params.temperature > 0.0:
         key = mix64(key + mix64(params.seed or 0))
     if config.eos_period and mix64(key + 1) % config.eos_period == 0:
         return config.eos_token_id
     token = key % (config.vocab_size - 1)
     return token + 1 if token >= config.eos_token_id else token
-
-
-class _ShadowCache:
-    """The words of every (block, entry, offset, head), and what they must be."""
-
-    def __init__(self, config: SimulatedConfig, buffer: memoryview, num_blocks: int) -> None:
-        heads = config.num_kv_heads // config.tp_size
-        words = config.head_dim // _WORD_BYTES
-        entries = 2 * config.num_layers
-        shape = (num_blocks, entries, config.block_size, heads, words)
-        self.words: Words = np.frombuffer(buffer, np.uint64).reshape(shape)
-        self._stride = entries * config.block_size
-        # A different constant for each word of each entry and head of the whole group, so
-        # that KV of the wrong layer or head is as wrong as KV of the wrong position.
-        first = config.tp_rank * heads
-        counter = np.arange(entries * config.num_kv_heads * words, dtype=np.uint64)
-        salt = _mix(counter * _GOLDEN + np.uint64(1)).reshape(entries, config.num_kv_heads, words)
-        self._salt: Words = salt[:, first : first + heads]
-
-    def place(self, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Block ids and offsets of slots."""
-        return slots // self._stride, slots % self._stride
-
-    def prefix(self, slots: Int64Array) -> Words:
-        """``g`` as entry 0 holds it."""
-        blocks, offsets = self.place(slots)
-        column: Words = self.words[blocks, 0, offsets, 0, 0] - self._salt[0, 0, 0:1]
-        return column
-
-    def content(self, g: Words, tokens: Words, positions: Words) -> Words:
-        """Words of positions, shape (n, entries, heads, words)."""
-        base = np.empty((len(g), 1, 1, self._salt.shape[-1]), np.uint64)
-        base[:, 0, 0, 0] = g
-        base[:, 0, 0, 1] = tokens | (positions << np.uint64(32))
-        for i in range(2, base.shape[-1]):
-            base[:, 0, 0, i] = _mix(g + np.uint64(i))
-        return base + self._salt
-
-    def write(self, slots: Int64Array, g: Words, tokens: Words, positions: Words) -> None:
-        blocks, offsets = self.place(slots)
-        self.words[blocks, :, offsets] = self.content(g, tokens, positions)
-
-    def wrong(
-        self, slots: Int64Array, previous: Int64Array, positions: Words
-    ) -> tuple[int, int] | None:
-        """(index, entry) of the first position that is not what was computed; None if all are.
-
-        ``previous[i]`` is the slot of the position before; unused for position 0.
-        """
-        blocks, offsets = self.place(slots)
-        found = self.words[blocks, :, offsets]
-        g = found[:, 0, 0, 0] - self._salt[0, 0, 0]
-        tokens = (found[:, 0, 0, 1] - self._salt[0, 0, 1]) & _LOW_HALF
-        same = (found == self.content(g, tokens, positions)).all(axis=(2, 3))
-        before = np.where(positions == 0, np.uint64(_START), self.prefix(previous))
-        same[:, 0] &= g - before == _hash(tokens, positions)
-        if same.all():
-            return None
-        index = int(np.argmin(same.all(axis=1)))
-        return index, int(np.argmin(same[index]))
 
 
 class SimulatedRunner:
@@ -266,7 +182,7 @@ class SimulatedRunner:
         self.kv_cache_spec = self.config.spec()
         self.fingerprint = self.config.fingerprint
         self._sleep = sleep
-        self._cache: _ShadowCache | None = None
+        self._cache: ShadowCache | None = None
         self._limits: PagedLimits | None = None
         self._step = 0
 
@@ -288,7 +204,16 @@ class SimulatedRunner:
             raise EngineError(f"num_blocks is {num_blocks}, need the null block and one more")
         c, spec = self.config, self.kv_cache_spec
         region, buffer = allocate(num_blocks * spec.block_bytes[FULL_ATTENTION])
-        self._cache = _ShadowCache(c, buffer, num_blocks)
+        heads = c.num_kv_heads // c.tp_size
+        self._cache = ShadowCache(
+            buffer,
+            entries=len(spec.entries),
+            block_size=c.block_size,
+            words=c.head_dim // WORD_BYTES,
+            heads=heads,
+            first_head=c.tp_rank * heads,
+            all_heads=c.num_kv_heads,
+        )
         stride = c.block_size * len(spec.entries)
         self._limits = PagedLimits(c.block_size, stride, num_blocks, c.max_model_len, c.vocab_size)
         return side_by_side(spec, num_blocks, region)
@@ -301,7 +226,7 @@ class SimulatedRunner:
         slots = batch_slots(batch, self._limits)
         self._step += 1
         self._verify(batch, slots, self._cache)
-        last = self._append(batch, slots, self._cache)
+        last = self._cache.append(batch, slots, learn=self.config.verify_all)
         tokens: list[int | None] = [None] * len(batch)
         logprobs: list[Sequence[float] | None] = [None] * len(batch)
         for i, sample in enumerate(batch.sample):
@@ -323,7 +248,7 @@ class SimulatedRunner:
         self._cache = None
         self._limits = None
 
-    def _verify(self, batch: Batch, slots: list[Int64Array], cache: _ShadowCache) -> None:
+    def _verify(self, batch: Batch, slots: list[Int64Array], cache: ShadowCache) -> None:
         """Raises EngineError when computed positions do not hold what was computed."""
         owners: list[int] = []
         chosen: list[Int64Array] = []
@@ -333,16 +258,25 @@ class SimulatedRunner:
                 chosen.append(self._positions_to_check(computed))
         if not chosen:
             return
+        seq_ids = [batch.seq_ids[i] for i in owners]
+        if self.config.verify_all:
+            whole = [slots[i][: batch.num_computed_tokens[i]] for i in owners]
+            if cache.holds(seq_ids, whole):
+                return
         own = [slots[i][p] for i, p in zip(owners, chosen, strict=True)]
         before = [slots[i][p - 1] for i, p in zip(owners, chosen, strict=True)]
         positions = np.concatenate(chosen)
         bad = cache.wrong(np.concatenate(own), np.concatenate(before), positions.astype(np.uint64))
         if bad is None:
+            if self.config.verify_all:
+                for seq_id, rows in zip(seq_ids, own, strict=True):
+                    cache.learn(seq_id, rows)
             return
         index, entry = bad
         owner = int(np.searchsorted(np.cumsum([len(p) for p in chosen]), index, "right"))
         seq = batch.seq_ids[owners[owner]]
-        block = int(cache.place(np.concatenate(own)[index : index + 1])[0][0])
+        stride = self.config.block_size * len(self.kv_cache_spec.entries)
+        block = int(np.concatenate(own)[index]) // stride
         raise EngineError(
             f"sequence {seq}: the KV of position {int(positions[index])} in block {block}, entry "
             f"{self.kv_cache_spec.entries[entry].name}, is not what was computed",
@@ -357,22 +291,3 @@ class SimulatedRunner:
         # Every block is looked at in every step, and inside it in time every offset.
         moving = np.minimum(first + self._step % size, computed - 1)
         return np.concatenate([first, moving, np.array([computed - 1])])
-
-    def _append(self, batch: Batch, slots: list[Int64Array], cache: _ShadowCache) -> list[int]:
-        """Write the new tokens' KV; the prefix sum at the end of each sequence."""
-        tokens = np.array(batch.input_ids, np.uint64)
-        computed = np.array(batch.num_computed_tokens, np.int64)
-        lengths = np.array(batch.query_lens, np.int64)
-        starts = np.cumsum(lengths) - lengths
-        positions = (np.arange(len(tokens)) - np.repeat(starts - computed, lengths)).astype(
-            np.uint64
-        )
-        before = np.array([s[n - 1] for s, n in zip(slots, computed, strict=True)], np.int64)
-        carried = np.where(computed == 0, np.uint64(_START), cache.prefix(before))
-        steps = _hash(tokens, positions)
-        sums = np.cumsum(steps, dtype=np.uint64)
-        g = sums + np.repeat(carried - (sums[starts] - steps[starts]), lengths)
-        new = np.concatenate([s[n:] for s, n in zip(slots, computed, strict=True)])
-        cache.write(new, g, tokens, positions)
-        ends: list[int] = g[starts + lengths - 1].tolist()
-        return ends

@@ -89,8 +89,10 @@ def pack_metadata(fields: SlotMetadata) -> bytes:
     spec = fields.spec_token_ids
     if len(spec) > MAX_SPEC_TOKENS:
         raise ValueError(f"spec_token_ids: at most {MAX_SPEC_TOKENS}, got {len(spec)}")
-    for name in ("request_id", "room", "output_token_id", "kv_len"):
-        _check_range(name, int(attrs.asdict(fields)[name]), _U64)
+    _check_range("request_id", fields.request_id, _U64)
+    _check_range("room", fields.room, _U64)
+    _check_range("output_token_id", fields.output_token_id, _U64)
+    _check_range("kv_len", fields.kv_len, _U64)
     for token in spec:
         _check_range("spec_token_ids", token, _U32)
     padded = spec + (0,) * (MAX_SPEC_TOKENS - len(spec))
