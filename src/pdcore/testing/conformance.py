@@ -25,6 +25,7 @@ from typing import Final, Literal
 import attrs
 
 from pdcore.testing import transport_checks_data as data
+from pdcore.testing import transport_checks_growth as growth
 from pdcore.testing import transport_checks_lease as lease
 from pdcore.testing import transport_checks_life as life
 from pdcore.testing import transport_checks_process as process
@@ -145,17 +146,20 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("disconnect_ends_handles", "G4", lease.disconnect_ends_handles),
     Check("deregister_in_flight", "G5", lease.deregister_in_flight),
     Check("foreign_descriptors", "G6", life.foreign_descriptors),
-    Check("hostile_descriptors", "G6", life.hostile_descriptors),
+    Check("wrong_incarnation", "G6", growth.wrong_incarnation),
+    Check("hostile_descriptors", "G6", growth.hostile_descriptors),
     Check("close_is_idempotent", "G7", life.close_is_idempotent),
     Check("receiver_closes", "G7", life.receiver_closes, _DEATH),
     Check("buffers_outlive_close", "G7", life.buffers_outlive_close),
     Check("too_much_memory", "G7", life.too_much_memory),
-    Check("cycles_without_growth", "G7", life.cycles_without_growth),
+    Check("cycles_without_growth", "G7", growth.cycles_without_growth),
     Check("writes_arrive", "process", process.writes_arrive),
     Check("sender_killed", "process", process.sender_killed, _DEATH),
     Check("receiver_killed", "process", process.receiver_killed, _DEATH),
     Check("receiver_stopped", "process", process.receiver_stopped),
     Check("sender_stopped", "process", process.sender_stopped),
+    Check("stopped_peer_is_alone", "process", process.stopped_peer_is_alone, _NOTIFY),
+    Check("partial_failure", "process", process.partial_failure, (*_NOTIFY, *_DEATH)),
     Check("restarted_peer", "process", process.restarted_peer, _DEATH),
 )
 

@@ -1,32 +1,17 @@
-"""Conformance checks: identity, closing and growth (G6, G7)."""
+"""Conformance checks: identity and closing (G6, G7)."""
 
 from __future__ import annotations
 
 import os
-import random
-import threading
 import time
 
 from pdcore.errors import PeerGone, TransportError
 from pdcore.testing.transport_checks_data import MIB, finish
+from pdcore.testing.transport_checks_growth import CALL_LIMIT_S, refused
 from pdcore.testing.transport_harness import Pair, TransportHarness
-from pdcore.testing.transport_watch import Watched, is_zero, pump
+from pdcore.testing.transport_watch import is_zero, pump
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.types import Incarnation
-
-#: Bounded means bounded: no check waits longer for a single call.
-CALL_LIMIT_S = 5.0
-
-
-def refused(transport: Watched, descriptor: bytes, why: str) -> None:
-    started = time.monotonic()
-    try:
-        transport.transport.connect(descriptor)
-    except TransportError:
-        took = time.monotonic() - started
-        assert took < CALL_LIMIT_S, f"connect to {why} took {took:.1f} s"
-        return
-    raise AssertionError(f"connect accepted {why}")
 
 
 def foreign_descriptors(harness: TransportHarness) -> None:
@@ -55,37 +40,6 @@ def foreign_descriptors(harness: TransportHarness) -> None:
         stale = gone.descriptor()
         gone.close()
         refused(pair.sender, stale, "a closed transport")
-        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
-
-
-def hostile_descriptors(harness: TransportHarness) -> None:
-    """G6: 400 damaged or random descriptors, most with a right checksum: each refused
-    with TransportError, none crashes, and the receiver goes on serving."""
-    rng = random.Random(20)
-    with Pair(harness) as pair:
-        good = pair.receiver.transport.descriptor()
-        mine = decode(good, pair.receiver.transport.name)
-        for turn in range(400):
-            kind = turn % 4
-            if kind == 0:
-                data = rng.randbytes(rng.randrange(200))
-            elif kind == 1:
-                data = good[: rng.randrange(len(good))]
-            elif kind == 2:
-                damaged = bytearray(good)
-                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-                data = bytes(damaged)
-            else:
-                blob = bytearray(mine.blob or b"\0")
-                for _ in range(rng.randrange(1, 4)):
-                    blob[rng.randrange(len(blob))] = rng.randrange(256)
-                if bytes(blob) == mine.blob:
-                    continue
-                regions = {rng.randrange(1 << 32): rng.randrange(1, 1 << 50) for _ in range(3)}
-                data = EndpointDescriptor(
-                    mine.transport, mine.incarnation, regions, bytes(blob)
-                ).encode()
-            refused(pair.sender, data, f"{data.hex()} (turn {turn})")
         finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
 
 
@@ -173,39 +127,3 @@ def too_much_memory(harness: TransportHarness) -> None:
         transport.allocate(4096)
     finally:
         transport.close()
-
-
-def footprint() -> tuple[int, int, list[str]]:
-    """Open descriptors, threads, and names in /dev/shm of this process (0 and none where
-    the platform has no such list)."""
-    fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    names = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
-    mine = [name for name in names if name.startswith("pdcore-")]
-    return fds, threading.active_count(), mine
-
-
-def cycles_without_growth(harness: TransportHarness) -> None:
-    """G7, public report I31766: connecting, sending and closing again and again grows
-    neither descriptors nor threads nor segments, also beside a peer that stays."""
-
-    def cycle() -> None:
-        with Pair(harness, 4096) as pair:
-            session = pair.sender.transport.connect(descriptor)
-            finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 4096)), notify=b"n"))
-            pair.sender.transport.disconnect(session)
-        stays.poll()
-
-    stays = Watched(harness.create())
-    try:
-        stays.transport.allocate(4096)
-        stays.transport.fileno()
-        descriptor = stays.transport.descriptor()
-        for _ in range(3):
-            cycle()
-        pump(stays, until=lambda: True)
-        before = footprint()
-        for _ in range(harness.cycles):
-            cycle()
-        pump(stays, until=lambda: footprint() == before, what=f"a footprint of {before}")
-    finally:
-        stays.transport.close()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from pdcore.testing.transport_watch import Watched
 from pdcore.transports.base import PeerSession, Region, RemoteLease, Revocation, Transport
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
-from pdcore.transports.registry import create
+from pdcore.transports.registry import create, load
 from pdcore.types import Incarnation, LeaseId
 
 #: Longest wait for an answer of a peer process; a hang is a failed check, not a stuck one.
@@ -79,6 +80,11 @@ class TransportHarness(Protocol):
         ...
 
     def peer(self) -> RemotePeer: ...
+
+    def successor(self, peer: RemotePeer) -> RemotePeer:
+        """A new life of a peer that is dead, at the same address where the transport lets one
+        choose it."""
+        ...
 
 
 class Pair:
@@ -154,14 +160,24 @@ class LoopbackHarness:
         self.quiet_s = 0.0
         self.revocation = revocation
         self._fabric = LoopbackFabric()
+        self._addresses: dict[Incarnation, str] = {}
 
     def create(self) -> Transport:
         incarnation = Incarnation(os.urandom(16))
         return LoopbackTransport(incarnation, self._fabric, revocation=self.revocation)
 
     def peer(self) -> RemotePeer:
+        return self._peer_at(f"peer-{len(self._addresses)}")
+
+    def successor(self, peer: RemotePeer) -> RemotePeer:
+        return self._peer_at(self._addresses[peer.incarnation])
+
+    def _peer_at(self, address: str) -> RemotePeer:
         incarnation = Incarnation(os.urandom(16))
-        transport = LoopbackTransport(incarnation, self._fabric, revocation=self.revocation)
+        self._addresses[incarnation] = address
+        transport = LoopbackTransport(
+            incarnation, self._fabric, revocation=self.revocation, address=address
+        )
         return LoopbackPeer(transport)
 
 
@@ -234,12 +250,21 @@ class RegistryHarness:
         self.cycles = cycles
         self.quiet_s = quiet_s
         self.options = options
+        self._places: dict[Incarnation, Mapping[str, object]] = {}
 
     def create(self) -> Transport:
         return create(self.name, Incarnation(os.urandom(16)), **self.options)
 
     def peer(self) -> ProcessPeer:
-        return ProcessPeer(self.name, self.options)
+        return self._peer_at(load(self.name).fixed_address())
+
+    def successor(self, peer: RemotePeer) -> ProcessPeer:
+        return self._peer_at(self._places[peer.incarnation])
+
+    def _peer_at(self, place: Mapping[str, object]) -> ProcessPeer:
+        peer = ProcessPeer(self.name, {**self.options, **place})
+        self._places[peer.incarnation] = place
+        return peer
 
 
 class ProcessPeer:

@@ -47,6 +47,9 @@ class TransportPlugin:
     remedy: str = ""
     #: Ways to use it, name -> options: the conformance suite runs on each. None: the plain one.
     variants: Mapping[str, Mapping[str, object]] = attrs.field(factory=dict)
+    #: Options that place it at an address of its own which the next life may take again; none
+    #: for a transport whose addresses are never used twice.
+    fixed_address: Callable[[], Mapping[str, object]] = dict
     #: Connect/close cycles of the growth checks; at least 30, for vendors that start slowly.
     cycles: int = attrs.field(default=1000, validator=attrs.validators.ge(30))
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 import attrs
 import pytest
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
+from pdcore.testing import transport_checks_data as data
+from pdcore.testing import transport_checks_growth as growth
+from pdcore.testing import transport_checks_lease as lease
+from pdcore.testing import transport_checks_process as process
 from pdcore.testing.conformance import (
     CHECKS,
     MINIMUM_CAPS,
@@ -20,6 +25,7 @@ from pdcore.testing.conformance import (
     run_conformance,
 )
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
+from pdcore.testing.transport_watch import Watched, pump
 from pdcore.transports.base import (
     Completion,
     HandleStatus,
@@ -32,8 +38,8 @@ from pdcore.transports.base import (
     TransportCaps,
     TransportEvent,
 )
+from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.loopback import LoopbackTransport, loopback_caps
-from pdcore.transports.loopback_fabric import LoopbackFabric
 from pdcore.transports.shm import CAPS
 from pdcore.types import Incarnation
 
@@ -60,13 +66,12 @@ class Broken(LoopbackHarness):
     """Loopback whose transports are made by ``cls``."""
 
     def __init__(self, cls: type[LoopbackTransport], kind: Revocation) -> None:
-        super().__init__(kind, cycles=5)
+        super().__init__(kind, cycles=30)
         self._cls = cls
-        self._wires = LoopbackFabric()
 
     def create(self) -> Transport:
         incarnation = Incarnation(os.urandom(16))
-        return self._cls(incarnation, self._wires, revocation=self.revocation)
+        return self._cls(incarnation, self._fabric, revocation=self.revocation)
 
 
 class NoLease(LoopbackTransport):
@@ -159,6 +164,58 @@ class Leaks(LoopbackTransport):
         return super().connect(descriptor)
 
 
+class KeepsRegions(LoopbackTransport):
+    kept: ClassVar[list[Region]] = []
+
+    def allocate(self, size_bytes: int) -> Region:
+        self.kept.append(super().allocate(size_bytes))
+        return self.kept[-1]
+
+
+class KeepsRecords(LoopbackTransport):
+    """Remembers everybody who ever connected."""
+
+    kept: ClassVar[list[list[int]]] = []
+
+    def connect(self, descriptor: bytes) -> PeerSession:
+        self.kept += ([number] for number in range(500))
+        return super().connect(descriptor)
+
+
+class OneQueue(LoopbackTransport):
+    """Whoever is behind a peer that is stopped waits with it."""
+
+    def poll(self) -> list[TransportEvent]:
+        peers = [link.receiver.incarnation for link in self._links.values()]
+        if any(self.fabric.faults(peer).stopped for peer in peers):
+            return []
+        return super().poll()
+
+
+class ForgetsTheDead(LoopbackTransport):
+    """Transfers to a peer that died never end."""
+
+    def poll(self) -> list[TransportEvent]:
+        return [
+            event
+            for event in super().poll()
+            if not (isinstance(event, Completion) and event.status is HandleStatus.FAILED)
+        ]
+
+
+class Reconnects(LoopbackTransport):
+    """What is at the address will do, whichever life it is."""
+
+    def connect(self, descriptor: bytes) -> PeerSession:
+        found = decode(descriptor, self.name)
+        now = self.fabric._endpoints.get(found.blob.decode(errors="replace"))
+        if now is None:
+            return super().connect(descriptor)
+        regions = now.regions.targets()
+        fresh = EndpointDescriptor(self.name, now.incarnation, regions, found.blob)
+        return super().connect(fresh.encode())
+
+
 class SaysLess(LoopbackTransport):
     """Declares less than pinned, to have checks skipped."""
 
@@ -192,6 +249,16 @@ class ReadsLate(LoopbackTransport):
         return super().poll()
 
 
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mutant never does is not waited for: loopback does everything when polled."""
+    for module in (data, growth, lease, process):
+        monkeypatch.setattr(module, "pump", waits_less)
+
+
+def waits_less(*watched: Watched, **options: object) -> None:
+    pump(*watched, **{**options, "timeout_s": 0.2})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("cls", "caught_by"),
     [
@@ -203,6 +270,11 @@ class ReadsLate(LoopbackTransport):
         (GivesAway, "deregister_in_flight"),
         (AnyIncarnation, "foreign_descriptors"),
         (AnyIncarnation, "hostile_descriptors"),
+        (AnyIncarnation, "wrong_incarnation"),
+        (Reconnects, "wrong_incarnation"),
+        (Reconnects, "restarted_peer"),
+        (OneQueue, "stopped_peer_is_alone"),
+        (ForgetsTheDead, "partial_failure"),
         (SaysLess, "minimum_capabilities"),
         (ReadsLate, "changed_descriptors"),
     ],
@@ -211,16 +283,9 @@ def test_the_suite_catches(
     cls: type[LoopbackTransport], caught_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mutants, one broken promise each: the check named for it fails, and passes without."""
-    if caught_by in ("zero_bytes",):
-        from pdcore.testing import transport_checks_data
-
-        real = transport_checks_data.pump
-        monkeypatch.setattr(
-            transport_checks_data,
-            "pump",
-            lambda *watched, **options: real(*watched, **{**options, "timeout_s": 0.2}),
-        )
-    report = run_conformance(Broken(cls, Revocation.SENDER_ACK), only=[caught_by])
+    with monkeypatch.context() as patch:
+        impatient(patch)
+        report = run_conformance(Broken(cls, Revocation.SENDER_ACK), only=[caught_by])
     assert set(report.failed) == {caught_by}
     assert not report.ok
     good = run_conformance(Broken(LoopbackTransport, Revocation.SENDER_ACK), only=[caught_by])
@@ -228,14 +293,7 @@ def test_the_suite_catches(
 
 
 def test_growth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdcore.testing import transport_checks_life
-
-    real = transport_checks_life.pump
-    monkeypatch.setattr(
-        transport_checks_life,
-        "pump",
-        lambda *watched, **options: real(*watched, **{**options, "timeout_s": 0.2}),
-    )
+    impatient(monkeypatch)
     opened: list[int] = []
     dup = os.dup
     monkeypatch.setattr(os, "dup", lambda fd: opened.append(dup(fd)))
@@ -243,6 +301,18 @@ def test_growth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     for fd in opened:
         os.close(fd)
     assert set(report.failed) == {"cycles_without_growth"}
+
+
+@linux
+@pytest.mark.parametrize(("cls", "what"), [(KeepsRegions, "MiB of memory"), (KeepsRecords, "obj")])
+def test_growth_of_memory_is_caught(
+    cls: type[KeepsRegions | KeepsRecords], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "LEAKED_BYTES", 128 << 20)
+    monkeypatch.setattr(growth, "ALLOWED_BYTES", 32 << 20)
+    report = run_conformance(Broken(cls, Revocation.SENDER_ACK), only=["cycles_without_growth"])
+    cls.kept.clear()
+    assert what in report.failed["cycles_without_growth"]
 
 
 def test_hasty_quiesced_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
