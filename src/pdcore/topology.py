@@ -9,7 +9,7 @@ answers each side waits for. The lifecycles only count what this module says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import attrs
 
@@ -163,6 +163,10 @@ def stage_layers(num_layers: int, pp_size: int, stage: int) -> range:
     return range(start, start + base + (stage < extra))
 
 
+#: The axes along which the ranks of an instance are arranged.
+AXES: Final = ("tp_size", "cp_size", "dp_size", "pp_size")
+
+
 @attrs.frozen
 class InstanceProfile:
     """What one instance declares and another checks. Empty or 0 means "not told"."""
@@ -180,18 +184,23 @@ class InstanceProfile:
     protocol_min: int = 1
     protocol_max: int = 1
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """In the order of :data:`AXES`."""
+        return self.tp_size, self.cp_size, self.dp_size, self.pp_size
+
+    @property
+    def shape(self) -> str:
+        """For people: the whole arrangement, in every refusal that is about sizes."""
+        return "tp {} x cp {} x dp {} x pp {}".format(*self.sizes)
+
 
 def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
     """R57, D14, D35: raises IncompatibleError naming both values, else returns.
 
     The caller marks that prefill instance incompatible and fails only its requests.
     """
-    for name in ("tp_size", "cp_size", "dp_size", "pp_size"):
-        values = attrs.asdict(prefill)[name], attrs.asdict(decode)[name]
-        if min(values) < 1:
-            raise _mismatch(name, *values, "must be >= 1")
-    if decode.cp_size != 1:
-        raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
+    check_shapes(decode, prefill)
     if max(prefill.protocol_min, decode.protocol_min) > min(
         prefill.protocol_max, decode.protocol_max
     ):
@@ -214,7 +223,35 @@ def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
     caps = prefill.max_prefill_tokens, decode.max_prefill_tokens
     if min(caps) > 0 and caps[1] < caps[0]:
         raise _mismatch("max_prefill_tokens", *caps, "decode's must not be smaller")
-    check_divisible("tp_size", decode.tp_size, prefill.tp_size)
+
+
+def check_shapes(
+    decode: InstanceProfile, prefill: InstanceProfile, num_layers: int | None = None
+) -> None:
+    """D30: can every rank of one arrangement find its counterparts in the other?
+
+    TP and PP sizes must divide one way or the other, decode has no CP (R57), and no side has
+    more stages than the model has layers. Prefill's CP and both sides' DP are free. Raises
+    IncompatibleError with both whole shapes, so that a pair is refused when the topology is
+    loaded and not when the first rank is looked for.
+    """
+    try:
+        for name, theirs, ours in zip(AXES, prefill.sizes, decode.sizes, strict=True):
+            if min(theirs, ours) < 1:
+                raise _mismatch(name, theirs, ours, "must be >= 1")
+        if decode.cp_size != 1:
+            raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
+        check_divisible("tp_size", decode.tp_size, prefill.tp_size)
+        check_divisible("pp_size", decode.pp_size, prefill.pp_size)
+        stages = max(prefill.pp_size, decode.pp_size)
+        if num_layers is not None and num_layers < stages:
+            raise _mismatch(
+                "pp_size", prefill.pp_size, decode.pp_size, f"the model has {num_layers} layers"
+            )
+    except IncompatibleError as error:
+        raise IncompatibleError(
+            f"{error} (prefill is {prefill.shape}, decode is {decode.shape})"
+        ) from None
 
 
 def _mismatch(name: str, prefill: object, decode: object, remedy: str) -> IncompatibleError:
@@ -233,17 +270,29 @@ class TargetRankMapping:
 
     ``target_tp_rank`` is the first real target. Ranks in ``dummy_tp_ranks`` hold the
     same MLA rows as it: they get a handshake flagged dummy, write nothing and are not
-    counted. ``required_dst_info_num`` handshakes arrive at each prefill rank in all;
-    ``required_prefill_response_num`` prefill ranks must report Done here.
+    counted. ``required_prefill_response_num`` prefill ranks must report Done here.
+
+    ``dst_info_nums``: how many handshakes arrive at a prefill rank in all, by the stages in
+    ``target_pp_ranks``. They differ between stages where the stages of one side do not end
+    where stages of the other do (10 layers on 2 and on 4 stages: 3, 3, 2, 2).
     """
 
     target_tp_rank: int
     target_tp_ranks: tuple[int, ...]
     target_cp_ranks: tuple[int, ...]
-    required_dst_info_num: int
+    dst_info_nums: tuple[int, ...]
     required_prefill_response_num: int
     dummy_tp_ranks: tuple[int, ...] = ()
     target_pp_ranks: tuple[int, ...] = (0,)
+
+    @property
+    def required_dst_info_num(self) -> int:
+        """R58: of the first of our stages; of all of them unless they differ."""
+        return self.dst_info_nums[0]
+
+    def info_num(self, at: RankCoordinates) -> int:
+        """Handshakes that the prefill rank ``at``, one of our targets, waits for."""
+        return self.dst_info_nums[self.target_pp_ranks.index(at.pp)]
 
     def targets(self, dp_rank: int) -> list[tuple[RankCoordinates, bool]]:
         """(coordinates, is dummy) of every rank to contact, in a fixed order."""
@@ -268,13 +317,13 @@ def map_target_ranks(
 
     ``all_cp_ranks``: every prefill CP rank sends its share (R21), else only cp 0.
     ``num_layers`` is needed only when either side has pp_size > 1. Raises
-    IncompatibleError when TP sizes do not divide (D30) or decode has cp_size > 1.
+    IncompatibleError for shapes that do not pair (:func:`check_shapes`), ConfigError for a
+    rank that decode does not have.
     """
-    check_divisible("tp_size", decode.tp_size, prefill.tp_size)
-    if decode.cp_size != 1:
-        raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
-    if not 0 <= at.tp < decode.tp_size:
-        raise ConfigError(f"tp rank {at.tp} is outside 0..{decode.tp_size - 1}")
+    check_shapes(decode, prefill, num_layers)
+    for name, value, size in (("tp", at.tp, decode.tp_size), ("pp", at.pp, decode.pp_size)):
+        if not 0 <= value < size:
+            raise ConfigError(f"{name} rank {value} is outside 0..{size - 1}")
     dummies: tuple[int, ...] = ()
     if decode.tp_size >= prefill.tp_size:
         ratio = decode.tp_size // prefill.tp_size
@@ -291,7 +340,7 @@ def map_target_ranks(
         target_tp_rank=ranks[0],
         target_tp_ranks=ranks,
         target_cp_ranks=cp_ranks,
-        required_dst_info_num=infos * stage_infos,
+        dst_info_nums=tuple(infos * served for served in stage_infos),
         required_prefill_response_num=responses * len(cp_ranks) * len(stages),
         dummy_tp_ranks=dummies,
         target_pp_ranks=stages,
@@ -300,23 +349,16 @@ def map_target_ranks(
 
 def _overlapping_stages(
     decode_pp: int, prefill_pp: int, stage: int, num_layers: int | None
-) -> tuple[tuple[int, ...], int]:
-    """(prefill stages that own any of our layers, decode stages each of them serves).
-
-    Raises IncompatibleError when the prefill stages serve different numbers of decode
-    stages: one required_dst_info_num could not hold for all of them.
-    """
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(prefill stages that own any of our layers, decode stages that each of them serves)."""
     if decode_pp == 1 and prefill_pp == 1:
-        return (0,), 1
+        return (0,), (1,)
     if num_layers is None:
         raise ConfigError("num_layers is needed to map pipeline stages")
     theirs = [stage_layers(num_layers, prefill_pp, s) for s in range(prefill_pp)]
     ours = [stage_layers(num_layers, decode_pp, s) for s in range(decode_pp)]
     mine = tuple(s for s, layers in enumerate(theirs) if _overlap(layers, ours[stage]))
-    served = {sum(_overlap(theirs[s], layers) for layers in ours) for s in mine}
-    if len(served) != 1:
-        raise _mismatch("pp_size", prefill_pp, decode_pp, "one must be a multiple of the other")
-    return mine, served.pop()
+    return mine, tuple(sum(_overlap(theirs[s], layers) for layers in ours) for s in mine)
 
 
 def _overlap(a: range, b: range) -> bool:

@@ -17,6 +17,7 @@ from pdcore.topology import (
     TargetRankMapping,
     check_compatible,
     check_divisible,
+    check_shapes,
     choose_dp_rank,
     leader_addresses,
     map_target_ranks,
@@ -320,6 +321,42 @@ def test_pipeline_parallel_mapping() -> None:
     three = InstanceProfile(pp_size=3)
     with pytest.raises(IncompatibleError, match="pp_size"):
         map_target_ranks(two, three, RankCoordinates(0, 0, 0, 0), num_layers=6)
+    with pytest.raises(ConfigError, match="pp rank 2 is outside"):
+        map_target_ranks(two, one, RankCoordinates(0, 0, 0, 2), num_layers=6)
+
+
+def test_stages_that_do_not_end_together_count_for_themselves() -> None:
+    """R4: ten layers are 5, 5 on two stages and 3, 3, 2, 2 on four. The second of four
+    gets from both, which wait for two and for three handshakes."""
+    four, two = InstanceProfile(pp_size=4), InstanceProfile(pp_size=2)
+    maps = [
+        map_target_ranks(four, two, RankCoordinates(0, 0, 0, s), num_layers=10) for s in range(4)
+    ]
+    assert [m.target_pp_ranks for m in maps] == [(0,), (0, 1), (1,), (1,)]
+    assert [m.dst_info_nums for m in maps] == [(2,), (2, 3), (3,), (3,)]
+    assert maps[1].required_prefill_response_num == 2
+    assert [maps[1].info_num(at) for at, _ in maps[1].targets(0)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "message"),
+    [
+        ({"tp_size": 2}, {"tp_size": 3, "dp_size": 2}, "tp_size: prefill has 3, decode has 2"),
+        ({"pp_size": 3}, {"pp_size": 2, "cp_size": 4}, "pp_size: prefill has 2, decode has 3"),
+        ({"cp_size": 2}, {"cp_size": 2}, "decode must have 1"),
+        ({"pp_size": 2}, {"pp_size": 8}, "the model has 7 layers"),
+        ({"dp_size": 0}, {}, "dp_size: prefill has 1, decode has 0; must be >= 1"),
+    ],
+)
+def test_shapes_that_do_not_pair_are_refused_with_both_of_them(
+    decode: dict[str, int], prefill: dict[str, int], message: str
+) -> None:
+    """D30: every refusal about sizes says what both sides are, when the topology loads."""
+    ours, theirs = InstanceProfile(**decode), InstanceProfile(**prefill)
+    with pytest.raises(IncompatibleError, match=message) as caught:
+        check_shapes(ours, theirs, num_layers=7)
+    assert f"(prefill is {theirs.shape}, decode is {ours.shape})" in str(caught.value)
+    assert InstanceProfile(2, 1, 3, 4).shape == "tp 2 x cp 1 x dp 3 x pp 4"
 
 
 def test_dp_rank_choice() -> None:

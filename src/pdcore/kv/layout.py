@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
 
-from pdcore.errors import ConfigError
-from pdcore.kv.spec import KVCacheSpec, KVPlacement
+from pdcore.errors import ConfigError, IncompatibleError
+from pdcore.kv.slices import is_even
+from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 from pdcore.kv.tables import kv_groups
+from pdcore.topology import stage_layers
 from pdcore.types import NULL_BLOCK
 
 #: Registered bases must be aligned to this for some devices' inter-process memory (R122).
@@ -59,18 +61,83 @@ def resharded(spec: KVCacheSpec, tp_size: int, tp_rank: int) -> KVCacheSpec:
     """The spec of another rank of another TP size for the same model.
 
     Heads are split evenly, or replicated when there are fewer heads than ranks; MLA rows
-    are whole on every rank. Raises ConfigError when heads and ranks do not divide.
+    are whole on every rank, and what is kept once per rank is one on each. Raises
+    ConfigError when heads and ranks do not divide.
     """
-    entries = []
-    for entry in spec.entries:
-        total = entry.total_num_heads
-        if not entry.is_mla and total % tp_size and tp_size % total:
-            raise ConfigError(
-                f"entry {entry.name}: {total} heads do not divide over tp_size {tp_size}"
-            )
-        heads = entry.num_heads if entry.is_mla else max(1, total // tp_size)
-        entries.append(attrs.evolve(entry, num_heads=heads))
-    return KVCacheSpec(tuple(entries), tp_size, tp_rank)
+    entries = tuple(_share_of(entry, tp_size) for entry in spec.entries)
+    return attrs.evolve(spec, entries=entries, tp_size=tp_size, tp_rank=tp_rank)
+
+
+def _share_of(entry: KVCacheEntry, tp_size: int) -> KVCacheEntry:
+    if entry.is_mla or entry.is_per_rank:
+        return entry
+    total = entry.total_num_heads
+    if not is_even(total, tp_size):
+        raise ConfigError(f"entry {entry.name}: {total} heads do not divide over tp_size {tp_size}")
+    return attrs.evolve(entry, num_heads=max(1, total // tp_size))
+
+
+def staged(spec: KVCacheSpec, pp_size: int, pp_rank: int) -> KVCacheSpec:
+    """What one stage of a pipeline holds of a whole model's spec: the entries of its layers
+    (R4). The digest stays that of the whole model.
+
+    Raises ConfigError for a stage that does not exist, or fewer layers than stages.
+    """
+    layers = stage_layers(spec.num_layers, pp_size, pp_rank)
+    return attrs.evolve(
+        spec,
+        entries=tuple(entry for entry in spec.entries if entry.layer in layers),
+        model_digest=spec.digest(),
+    )
+
+
+def seen_from(
+    spec: KVCacheSpec,
+    names: Sequence[str],
+    placement: KVPlacement,
+    tp_size: int,
+    tp_rank: int,
+    block_sizes: Mapping[str, int] | None = None,
+) -> tuple[KVCacheSpec, KVPlacement]:
+    """Spec and placement of another rank of the same model, from what it says of itself.
+
+    ``spec`` is our own; the other lists its entries by name and, by manager key, its block
+    sizes (None: ours). Entries of layers that we do not hold are left out: another stage of a
+    pipeline fills them. Raises IncompatibleError when nothing is left, when a layer that both
+    hold is incomplete on one side, or for a block size that cannot be.
+    """
+    ours = {entry.name: entry for entry in spec.entries}
+    kept = [i for i, name in enumerate(names) if name in ours]
+    layers = {ours[names[i]].layer for i in kept}
+    missing = {e.name for e in spec.entries if e.layer in layers} - set(names)
+    strangers = set() if spec.model_digest else set(names) - ours.keys()
+    if not kept or missing or strangers:
+        raise IncompatibleError(
+            f"entry names: only one side has {sorted(missing | strangers) or sorted(ours)}"
+        )
+    try:
+        entries = tuple(
+            _resized(_share_of(ours[names[i]], tp_size), block_sizes or {}) for i in kept
+        )
+    except ConfigError as error:
+        raise IncompatibleError(f"decode's layout: {error}") from error
+    is_part = len(kept) < max(len(names), len(ours))
+    return (
+        KVCacheSpec(entries, tp_size, tp_rank, spec.digest() if is_part else spec.model_digest),
+        KVPlacement(
+            placement.num_blocks,
+            tuple(placement.regions[i] for i in kept),
+            tuple(placement.offsets[i] for i in kept),
+            tuple(placement.block_strides[i] for i in kept),
+        ),
+    )
+
+
+def _resized(entry: KVCacheEntry, block_sizes: Mapping[str, int]) -> KVCacheEntry:
+    size = block_sizes.get(entry.manager_key, entry.block_size)
+    if size < 1:
+        raise ConfigError(f"entry {entry.name}: block_size {size} must be >= 1")
+    return entry if size == entry.block_size else attrs.evolve(entry, block_size=size)
 
 
 def num_blocks_for(spec: KVCacheSpec, available_bytes: int, max_prefill_tokens: int = 0) -> int:

@@ -3,12 +3,15 @@
 A :class:`WriteBatch` is the one form in which bytes are addressed: 2-D descriptors of
 (registered region, offset), validated before byte 0, never raw pointers (D58).
 
-Theory. Entries of both sides are matched by name, never by list position (D35). Equal
-bytes per token means that both ranks hold the same heads (equal TP, MLA, or heads
-replicated on both sides): whole blocks are copied, whatever the TP sizes (D29; the seed
-went token by token: 999,424 pieces where 122 are enough). Otherwise every token row is cut
-at a fixed offset (R80): one 2-D descriptor per run of blocks and entry. Blocks that are
-consecutive on both sides merge (R79), and so do entries that lie side by side on both.
+Theory. Entries of both sides are matched by name, never by list position (D35); a rank of a
+pipeline stage fills what both stages hold. Equal bytes per token means that both ranks hold
+the same heads (equal TP, MLA, or heads replicated on both sides): whole blocks are copied,
+whatever the TP sizes (D29; the seed went token by token: 999,424 pieces where 122 are
+enough). Otherwise each side's share of the heads is cut out: in token-major blocks a fixed
+part of every row (R80), one 2-D descriptor per run of blocks and entry; in head-major
+blocks one piece of the block (D36: the seed cut these as if they were token-major). Blocks
+that are consecutive on both sides merge (R79), and so do entries that lie side by side on
+both. Different block sizes are cut where a block of either side ends (:mod:`pdcore.kv.reblock`).
 Ranks that hold copies of the same heads: the first one of them writes, the others have
 an empty plan and still report Done.
 """
@@ -17,13 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.errors import IncompatibleError
+from pdcore.kv.pieces import (
+    BlockPiece,
+    RowPiece,
+    block_piece,
+    expand_blocks,
+    expand_rows,
+    join_neighbours,
+    row_piece,
+)
+from pdcore.kv.reblock import BlockShape, cut_rows
+from pdcore.kv.slices import TokenSlice, check_kept_per_rank, slice_token
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 from pdcore.types import NULL_BLOCK
 
@@ -31,6 +45,10 @@ from pdcore.types import NULL_BLOCK
 LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS, LOCAL_STRIDE, REMOTE_STRIDE = range(6)
 
 Int64Array = NDArray[np.int64]
+
+#: (rank, size): which part of the blocks one of ``size`` context parallel ranks writes.
+Share = tuple[int, int]
+WHOLE: Final[Share] = (0, 1)
 
 
 @attrs.frozen(eq=False)
@@ -58,132 +76,99 @@ class WriteBatch:
                 yield local + row * local_step, remote + row * remote_step, size
 
 
-class TokenSlice(NamedTuple):
-    """The bytes of one token row that a prefill rank writes into a decode rank (R80).
+class _Group:
+    """The entries of one manager key, by (local region, remote region)."""
 
-    ``is_first``: of all ranks that hold these same heads, this one writes.
-    """
+    __slots__ = ("blocks", "rows", "shape")
 
-    src_offset: int
-    dst_offset: int
-    length: int
-    is_first: bool
-
-
-def slice_token(
-    src_bytes: int, dst_bytes: int, prefill_tp: int, decode_tp: int, src_rank: int, dst_rank: int
-) -> TokenSlice:
-    """R80. ``src_bytes`` and ``dst_bytes`` are bytes per token on each side's rank.
-
-    Raises IncompatibleError when rows do not divide into each other.
-    """
-    if src_bytes == dst_bytes:
-        span = max(1, prefill_tp // decode_tp)
-        return TokenSlice(0, 0, src_bytes, src_rank % span == 0)
-    small, large = sorted((src_bytes, dst_bytes))
-    if large % small or (src_bytes < dst_bytes) != (prefill_tp > decode_tp):
-        raise IncompatibleError(
-            f"bytes per token: prefill has {src_bytes} at tp {prefill_tp}, decode has "
-            f"{dst_bytes} at tp {decode_tp}; the rows do not divide into each other"
-        )
-    if prefill_tp > decode_tp:
-        rep = max(1, prefill_tp * src_bytes // (decode_tp * dst_bytes))
-        return TokenSlice(
-            0, src_rank // rep * src_bytes % dst_bytes, src_bytes, src_rank % rep == 0
-        )
-    rep = max(1, decode_tp * dst_bytes // (prefill_tp * src_bytes))
-    return TokenSlice(dst_rank // rep * dst_bytes % src_bytes, 0, dst_bytes, True)
-
-
-class _Piece(NamedTuple):
-    """What is copied per block: ``rows`` rows of ``width`` bytes. ``rows`` 0 means whole
-    blocks: then consecutive blocks are the rows, at the block strides."""
-
-    src_offset: int
-    dst_offset: int
-    width: int
-    src_stride: int
-    dst_stride: int
-    rows: int = 0
-    src_row: int = 0
-    dst_row: int = 0
+    def __init__(self, shape: BlockShape) -> None:
+        self.shape = shape
+        self.blocks: dict[tuple[int, int], list[BlockPiece]] = {}
+        #: Only with different block sizes; then ``blocks`` is empty.
+        self.rows: dict[tuple[int, int], list[RowPiece]] = {}
 
 
 class KVPlanner:
     """Everything about a pair of ranks that does not change from request to request.
 
     Raises IncompatibleError naming the entry when the two sides cannot be paired: other
-    entries, other shapes, head-major blocks that would have to be cut (D36), rows that do
-    not divide.
+    entries, other shapes or layouts, what is kept once per rank at another TP size (D36),
+    rows that do not divide.
     """
 
-    __slots__ = ("_pieces", "_sizes")
+    __slots__ = ("_groups", "_sizes")
 
     def __init__(
         self, src_spec: KVCacheSpec, src: KVPlacement, dst_spec: KVCacheSpec, dst: KVPlacement
     ) -> None:
         self._sizes = src.num_blocks, dst.num_blocks
-        dst_index = {e.name: i for i, e in enumerate(dst_spec.entries)}
-        names = {e.name for e in src_spec.entries}
-        if names != dst_index.keys() or len(names) != len(src_spec.entries):
-            raise IncompatibleError(
-                f"cache entries: prefill has {len(src_spec.entries)}, decode has "
-                f"{len(dst_spec.entries)}; only one side has {sorted(names ^ dst_index.keys())}"
-            )
-        #: manager key -> (local region, remote region) -> pieces.
-        self._pieces: dict[str, dict[tuple[int, int], list[_Piece]]] = {}
-        for i, entry in enumerate(src_spec.entries):
-            j = dst_index[entry.name]
-            cut = _match(entry, dst_spec.entries[j], src_spec, dst_spec)
-            by_region = self._pieces.setdefault(entry.manager_key, {})
+        self._groups: dict[str, _Group] = {}
+        src_sizes, dst_sizes = src_spec.block_sizes, dst_spec.block_sizes
+        for i, j in _paired(src_spec, dst_spec):
+            ours, theirs = src_spec.entries[i], dst_spec.entries[j]
+            key = ours.manager_key
+            cut = _match(ours, theirs, src_spec, dst_spec)
+            for entry, sizes in ((ours, src_sizes), (theirs, dst_sizes)):
+                if entry.block_size != sizes[key]:
+                    raise IncompatibleError(
+                        f"entry {entry.name}: block_size {entry.block_size}, but other entries of "
+                        f"manager key {key!r} have {sizes[key]}; use another manager key"
+                    )
+            group = self._groups.get(key)
+            if group is None:
+                shape = BlockShape(
+                    src_sizes[key], dst_sizes[key], ours.compress_ratio, ours.sliding_window
+                )
+                group = self._groups[key] = _Group(shape)
             if not cut.is_first:
                 continue
-            piece = _Piece(
-                src.offsets[i],
-                dst.offsets[j],
-                entry.item_len,
-                src.block_strides[i],
-                dst.block_strides[j],
-            )
-            if entry.item_len != dst_spec.entries[j].item_len:
-                piece = piece._replace(
-                    src_offset=piece.src_offset + cut.src_offset,
-                    dst_offset=piece.dst_offset + cut.dst_offset,
-                    width=cut.length,
-                    rows=entry.block_size,
-                    src_row=entry.token_bytes,
-                    dst_row=dst_spec.entries[j].token_bytes,
-                )
-            by_region.setdefault((src.regions[i], dst.regions[j]), []).append(piece)
-        for by_region in self._pieces.values():
-            for regions, pieces in by_region.items():
-                by_region[regions] = _join_neighbours(pieces)
+            regions = src.regions[i], dst.regions[j]
+            at = src.offsets[i], dst.offsets[j], src.block_strides[i], dst.block_strides[j]
+            if ours.block_size == theirs.block_size:
+                group.blocks.setdefault(regions, []).append(block_piece(ours, theirs, cut, *at))
+            else:
+                group.rows.setdefault(regions, []).append(row_piece(ours, theirs, cut, *at))
+        for group in self._groups.values():
+            for regions, pieces in group.blocks.items():
+                group.blocks[regions] = join_neighbours(pieces)
 
     def plan(
-        self, src_blocks: Mapping[str, Sequence[int]], dst_blocks: Mapping[str, Sequence[int]]
+        self,
+        src_blocks: Mapping[str, Sequence[int]],
+        dst_blocks: Mapping[str, Sequence[int]],
+        tokens: tuple[int, int] | None = None,
+        share: Share = WHOLE,
     ) -> tuple[WriteBatch, ...]:
         """Descriptors for position-aligned block ids by manager key.
 
-        Null blocks are skipped (D37). The destination may have more blocks than the
-        source: documented look-ahead blocks at the end, not written. Raises
+        ``tokens`` (first, one past the last) is the part to write; with equal block sizes a
+        block that it touches is written whole. None: all that the source has. ``share``: of
+        the destination's blocks in that part, only those of one context parallel rank; the
+        shares of all ranks are disjoint and complete.
+
+        Null blocks are skipped (D37). Without ``tokens`` the destination may have more blocks
+        than the source: documented look-ahead blocks at the end, not written. Raises
         IncompatibleError for a missing key, an id outside its pool, one block twice, a
         shorter destination, or a destination block whose source block is null (D19).
         """
         batches: list[WriteBatch] = []
-        for key, by_region in self._pieces.items():
+        for key, group in self._groups.items():
             if key not in src_blocks or key not in dst_blocks:
                 side = "prefill" if key not in src_blocks else "decode"
                 raise IncompatibleError(f"block ids: {side} has none for manager key {key!r}")
-            src, dst = _pair_blocks(key, src_blocks[key], dst_blocks[key], self._sizes)
-            if not len(src):
+            src = _real_ids(key, src_blocks[key], self._sizes[0])
+            dst = _real_ids(key, dst_blocks[key], self._sizes[1])
+            part = _token_range(key, group.shape, len(src), len(dst), tokens)
+            if part[0] >= part[1]:
                 continue
-            breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-            starts = np.concatenate((np.zeros(1, np.int64), breaks))
-            lengths = np.diff(np.append(starts, len(src)))
-            runs = src[starts], dst[starts], lengths
-            for (local, remote), pieces in by_region.items():
-                rows = [_expand(piece, src, dst, runs) for piece in pieces]
-                batches.append(WriteBatch(local, remote, np.concatenate(rows)))
+            size = group.shape.dst_size
+            _check_once(key, dst[part[0] // size : -(-part[1] // size)])
+            first, last = _shared_blocks(part, size, share)
+            if group.shape.src_size != size:
+                part = max(part[0], first * size), min(part[1], last * size)
+                batches.extend(_write_rows(key, group, src, dst, part))
+            else:
+                batches.extend(_write_blocks(key, group, src[first:last], dst[first:last]))
         return tuple(batches)
 
 
@@ -194,9 +179,12 @@ def plan_blocks(
     dst_spec: KVCacheSpec,
     dst_placement: KVPlacement,
     dst_blocks: Mapping[str, Sequence[int]],
+    tokens: tuple[int, int] | None = None,
+    share: Share = WHOLE,
 ) -> tuple[WriteBatch, ...]:
     """:meth:`KVPlanner.plan`; planners of recent pairs are remembered."""
-    return _planner(src_spec, src_placement, dst_spec, dst_placement).plan(src_blocks, dst_blocks)
+    planner = _planner(src_spec, src_placement, dst_spec, dst_placement)
+    return planner.plan(src_blocks, dst_blocks, tokens, share)
 
 
 _planner = lru_cache(maxsize=256)(KVPlanner)
@@ -235,27 +223,41 @@ def lease_ranges(
     return ranges
 
 
+def _paired(src: KVCacheSpec, dst: KVCacheSpec) -> list[tuple[int, int]]:
+    """Indices of the entries that both hold, by name (D35). Of a layer that both hold, both
+    hold everything."""
+    index = {e.name: i for i, e in enumerate(dst.entries)}
+    names = {e.name for e in src.entries}
+    if len(names) == len(src.entries) and len(index) == len(dst.entries):
+        only = names ^ index.keys()
+        if src.model_digest or dst.model_digest:
+            both = {e.layer for e in src.entries} & {e.layer for e in dst.entries}
+            only = {e.name for e in (*src.entries, *dst.entries) if e.layer in both} & only
+        if not only:
+            return [(i, index[e.name]) for i, e in enumerate(src.entries) if e.name in index]
+    raise IncompatibleError(
+        f"cache entries: prefill has {len(src.entries)}, decode has {len(dst.entries)}; only "
+        f"one side has {sorted(names ^ index.keys())}"
+    )
+
+
 def _match(
     src: KVCacheEntry, dst: KVCacheEntry, src_spec: KVCacheSpec, dst_spec: KVCacheSpec
 ) -> TokenSlice:
-    if attrs.evolve(src, num_heads=dst.num_heads) != dst:
+    if attrs.evolve(src, num_heads=dst.num_heads, block_size=dst.block_size) != dst:
         ours, theirs = attrs.asdict(src), attrs.asdict(dst)
-        differ = [name for name in ours if ours[name] != theirs[name] and name != "num_heads"]
+        free = ("num_heads", "block_size")
+        differ = [name for name in ours if ours[name] != theirs[name] and name not in free]
         raise IncompatibleError(
             f"entry {src.name}: "
             + "; ".join(f"{n}: prefill has {ours[n]}, decode has {theirs[n]}" for n in differ)
         )
-    if src_spec.tp_size == dst_spec.tp_size and src.item_len != dst.item_len:
+    if src_spec.tp_size == dst_spec.tp_size and src.token_bytes != dst.token_bytes:
         raise IncompatibleError(
-            f"entry {src.name}: bytes per block: prefill has {src.item_len}, decode has "
-            f"{dst.item_len} at the same tp_size {src_spec.tp_size}"
+            f"entry {src.name}: bytes per token: prefill has {src.token_bytes}, decode has "
+            f"{dst.token_bytes} at the same tp_size {src_spec.tp_size}"
         )
-    if src.item_len != dst.item_len and src.layout != "BnBsND":
-        raise IncompatibleError(
-            f"entry {src.name}: layout {src.layout} keeps heads apart inside a block, so "
-            f"prefill tp_size {src_spec.tp_size} and decode tp_size {dst_spec.tp_size} must be "
-            f"equal, or the layout BnBsND"
-        )
+    check_kept_per_rank(src, src_spec.tp_size, dst_spec.tp_size)
     return slice_token(
         src.token_bytes,
         dst.token_bytes,
@@ -264,51 +266,6 @@ def _match(
         src_spec.tp_rank,
         dst_spec.tp_rank,
     )
-
-
-def _join_neighbours(pieces: list[_Piece]) -> list[_Piece]:
-    """Whole blocks of entries that lie side by side on both sides are one wider block."""
-    joined: list[_Piece] = []
-    for piece in sorted(pieces):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and not (piece.rows or last.rows)
-            and (last.src_stride, last.dst_stride) == (piece.src_stride, piece.dst_stride)
-            and last.src_offset + last.width == piece.src_offset
-            and last.dst_offset + last.width == piece.dst_offset
-        ):
-            joined[-1] = last._replace(width=last.width + piece.width)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _expand(
-    piece: _Piece, src: Int64Array, dst: Int64Array, runs: tuple[Int64Array, ...]
-) -> Int64Array:
-    """Descriptors of one piece for all its blocks, shape (n, 6)."""
-    run_src, run_dst, lengths = runs
-    whole = piece.rows == 0
-    if not whole and not (
-        piece.src_stride == piece.rows * piece.src_row
-        and piece.dst_stride == piece.rows * piece.dst_row
-    ):
-        # Token rows do not go on into the next block: one descriptor per block.
-        run_src, run_dst, lengths = src, dst, np.ones(len(src), np.int64)
-    out = np.empty((len(run_src), 6), np.int64)
-    out[:, LOCAL_OFFSET] = piece.src_offset + run_src * piece.src_stride
-    out[:, REMOTE_OFFSET] = piece.dst_offset + run_dst * piece.dst_stride
-    if whole and piece.width == piece.src_stride == piece.dst_stride:
-        out[:, ROW_BYTES] = piece.width * lengths
-        out[:, ROWS] = 1
-        out[:, LOCAL_STRIDE] = out[:, REMOTE_STRIDE] = 0
-        return out
-    out[:, ROW_BYTES] = piece.width
-    out[:, ROWS] = lengths if whole else piece.rows * lengths
-    out[:, LOCAL_STRIDE] = piece.src_stride if whole else piece.src_row
-    out[:, REMOTE_STRIDE] = piece.dst_stride if whole else piece.dst_row
-    return out
 
 
 def _real_ids(key: str, ids: Sequence[int], num_blocks: int) -> Int64Array:
@@ -320,14 +277,42 @@ def _real_ids(key: str, ids: Sequence[int], num_blocks: int) -> Int64Array:
     return array
 
 
-def _pair_blocks(
-    key: str, src_ids: Sequence[int], dst_ids: Sequence[int], sizes: tuple[int, int]
-) -> tuple[Int64Array, Int64Array]:
-    """The real (source, destination) pairs; see :meth:`KVPlanner.plan`."""
-    src, dst = _real_ids(key, src_ids, sizes[0]), _real_ids(key, dst_ids, sizes[1])
-    if len(dst) < len(src):
-        raise IncompatibleError(f"{key}: prefill has {len(src)} blocks, decode only {len(dst)}")
-    dst = dst[: len(src)]
+def _token_range(
+    key: str, shape: BlockShape, num_src: int, num_dst: int, tokens: tuple[int, int] | None
+) -> tuple[int, int]:
+    """The positions to write; see :meth:`KVPlanner.plan`."""
+    if tokens is None:
+        if shape.src_size == shape.dst_size and num_dst < num_src:
+            raise IncompatibleError(f"{key}: prefill has {num_src} blocks, decode only {num_dst}")
+        return 0, min(num_src * shape.src_size, num_dst * shape.dst_size)
+    start, stop = tokens
+    for side, num, size in (("prefill has", num_src, shape.src_size),
+                            ("decode leased", num_dst, shape.dst_size)):  # fmt: skip
+        first, last = start // size, -(-stop // size)
+        if num < last:
+            raise IncompatibleError(
+                f"{key}: tokens {start}..{stop} need {last - first} blocks, {side} "
+                f"{max(0, num - first)}"
+            )
+    return tokens
+
+
+def _shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int, int]:
+    """First and one past the last block of a share of the blocks that ``part`` touches: by
+    position, so that ranks agree without asking."""
+    rank, ranks = share
+    first, last = part[0] // size, -(-part[1] // size)
+    count = last - first
+    return first + count * rank // ranks, first + count * (rank + 1) // ranks
+
+
+def _check_once(key: str, dst: Int64Array) -> None:
+    real = dst[dst != NULL_BLOCK]
+    if len(np.unique(real)) != len(real):
+        raise IncompatibleError(f"{key}: decode lists one block twice")
+
+
+def _write_blocks(key: str, group: _Group, src: Int64Array, dst: Int64Array) -> list[WriteBatch]:
     missing = np.flatnonzero((dst != NULL_BLOCK) & (src == NULL_BLOCK))
     if len(missing):
         raise IncompatibleError(
@@ -335,6 +320,26 @@ def _pair_blocks(
         )
     real = dst != NULL_BLOCK
     src, dst = src[real], dst[real]
-    if len(np.unique(dst)) != len(dst):
-        raise IncompatibleError(f"{key}: decode lists one block twice")
-    return src, dst
+    if not len(src):
+        return []
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate((np.zeros(1, np.int64), breaks))
+    runs = src[starts], dst[starts], np.diff(np.append(starts, len(src)))
+    return [
+        WriteBatch(
+            *regions, np.concatenate([expand_blocks(piece, src, dst, runs) for piece in pieces])
+        )
+        for regions, pieces in group.blocks.items()
+    ]
+
+
+def _write_rows(
+    key: str, group: _Group, src: Int64Array, dst: Int64Array, part: tuple[int, int]
+) -> list[WriteBatch]:
+    cuts = cut_rows(key, src, dst, group.shape, part)
+    if not len(cuts.src):
+        return []
+    return [
+        WriteBatch(*regions, np.concatenate([expand_rows(piece, cuts) for piece in pieces]))
+        for regions, pieces in group.rows.items()
+    ]

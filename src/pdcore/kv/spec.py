@@ -11,6 +11,8 @@ from typing import Final
 
 import attrs
 
+from pdcore.errors import ConfigError
+
 DTYPE_SIZE_BYTES: Final[dict[str, int]] = {
     "float32": 4,
     "bfloat16": 2,
@@ -20,14 +22,28 @@ DTYPE_SIZE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
 }
 
+#: Token-major (blocks, tokens, heads, dim) and head-major (blocks, heads, tokens, dim).
+TOKEN_MAJOR: Final = "BnBsND"
+HEAD_MAJOR: Final = "BnNBsD"
+LAYOUTS: Final = (TOKEN_MAJOR, HEAD_MAJOR)
 
-@attrs.frozen
+
+@attrs.frozen(cache_hash=True)
 class KVCacheEntry:
-    """One cache tensor. ``num_heads`` is per rank, ``total_num_heads`` over the TP group.
+    """One cache tensor of one layer (R110). ``num_heads`` is per rank, ``total_num_heads``
+    over the TP group.
 
-    ``layout`` is ``BnBsND`` (blocks, tokens, heads, dim) or ``BnNBsD`` (blocks, heads,
-    tokens, dim); only the first can be sliced by head per token (D36).
-    ``is_mla`` is explicit, never inferred from one head (R110).
+    ``layout`` is one of :data:`LAYOUTS`. What the ranks of a TP group hold is said, never
+    inferred from one head: by default each rank holds its share of the heads, or a copy of
+    one when there are fewer heads than ranks. ``is_mla``: the same bytes on every rank.
+    ``is_per_rank``: one value for all heads of a rank (a quantisation scale per token and
+    rank), which no rank of another TP size has (D36).
+
+    Quantised KV with a scale per token is two entries: the values, and the scales with
+    ``head_dim`` 1 (R113). ``compress_ratio`` tokens share one row (R110).
+
+    Raises ConfigError for a size below 1, an unknown dtype or layout, or a block size that
+    is no multiple of ``compress_ratio``.
     """
 
     name: str
@@ -37,28 +53,64 @@ class KVCacheEntry:
     num_heads: int
     total_num_heads: int
     head_dim: int
-    layout: str = "BnBsND"
+    layout: str = TOKEN_MAJOR
     sliding_window: int | None = None
     is_mla: bool = False
+    is_per_rank: bool = False
+    compress_ratio: int = 1
+    layer: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.dtype not in DTYPE_SIZE_BYTES:
+            raise self._wrong("dtype", f"use one of {', '.join(DTYPE_SIZE_BYTES)}")
+        if self.layout not in LAYOUTS:
+            raise self._wrong("layout", f"use one of {', '.join(LAYOUTS)}")
+        if self.num_heads < 1 or self.total_num_heads < 1 or self.head_dim < 1:
+            raise ConfigError(
+                f"entry {self.name}: num_heads {self.num_heads}, total_num_heads "
+                f"{self.total_num_heads} and head_dim {self.head_dim} must be >= 1"
+            )
+        if self.compress_ratio < 1 or self.block_size % self.compress_ratio:
+            raise self._wrong("compress_ratio", f"it must divide block_size {self.block_size}")
+        if self.is_mla and self.is_per_rank:
+            raise self._wrong("is_per_rank", "what is_mla keeps is the same on every rank")
+
+    def _wrong(self, field: str, remedy: str) -> ConfigError:
+        return ConfigError(f"entry {self.name}: {field} {attrs.asdict(self)[field]}; {remedy}")
+
+    @property
+    def storage_block_size(self) -> int:
+        """Rows of one block (R110)."""
+        return self.block_size // self.compress_ratio
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one row."""
+        return self.head_dim * DTYPE_SIZE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of this entry on this rank."""
-        return self.num_heads * self.head_dim * DTYPE_SIZE_BYTES[self.dtype]
+        """Bytes of one row of this entry on this rank: one token, or ``compress_ratio``."""
+        return self.num_heads * self.head_bytes
 
     @property
     def item_len(self) -> int:
         """Bytes of one block of this entry on this rank (R111)."""
-        return self.block_size * self.token_bytes
+        return self.storage_block_size * self.token_bytes
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class KVCacheSpec:
-    """All entries of one rank, layers ascending (R112), and the TP position they belong to."""
+    """All entries of one rank, layers ascending (R112), and the TP position they belong to.
+
+    A rank of a pipeline holds the entries of its stage only; ``model_digest`` is then the
+    digest of the whole model (:func:`pdcore.kv.layout.staged`), and empty otherwise.
+    """
 
     entries: tuple[KVCacheEntry, ...]
     tp_size: int = 1
     tp_rank: int = 0
+    model_digest: str = ""
 
     @property
     def block_bytes(self) -> dict[str, int]:
@@ -73,22 +125,31 @@ class KVCacheSpec:
         """manager key -> tokens per block."""
         return {entry.manager_key: entry.block_size for entry in self.entries}
 
+    @property
+    def num_layers(self) -> int:
+        """Of what is described here: one more than the highest layer."""
+        return 1 + max((entry.layer for entry in self.entries), default=-1)
+
     def digest(self) -> str:
         """Hex digest of everything two instances must agree on, independent of the rank.
 
-        Per-rank head counts are left out: unequal TP is legal. Names, manager keys,
-        dtypes, total heads, dims, block sizes, layouts and windows are in (D35).
+        What the two may have different is left out: the order, heads per rank (unequal TP)
+        and block sizes (:mod:`pdcore.kv.reblock`). Names, layers, manager keys, dtypes, total
+        heads, dims, layouts, windows and kinds are in (D35).
         """
+        if self.model_digest:
+            return self.model_digest
         h = hashlib.sha256()
-        for e in self.entries:
+        for e in sorted(self.entries, key=lambda entry: entry.name):
             h.update(
-                f"{e.name}|{e.manager_key}|{e.dtype}|{e.block_size}|{e.total_num_heads}|"
-                f"{e.head_dim}|{e.layout}|{e.sliding_window}|{e.is_mla}\n".encode()
+                f"{e.name}|{e.layer}|{e.manager_key}|{e.dtype}|{e.total_num_heads}|"
+                f"{e.head_dim}|{e.layout}|{e.sliding_window}|{e.is_mla}|{e.is_per_rank}|"
+                f"{e.compress_ratio}\n".encode()
             )
         return h.hexdigest()[:32]
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class KVPlacement:
     """Where the blocks of each entry of a spec lie inside registered regions (D58).
 

@@ -1,8 +1,8 @@
 """From "post these tokens of this request" to descriptors: where plans meet lifecycles.
 
 The sender says which tokens; this module knows the block ids of both sides and turns them
-into write batches and the byte ranges that the lease allows. Blocks are position-aligned
-on both sides, so a token range is the same slice of both tables.
+into write batches and the byte ranges that the lease allows. Block tables are
+position-aligned on both sides, so a token range says which blocks of each.
 """
 
 from __future__ import annotations
@@ -37,27 +37,15 @@ def fill_transfer(
             f"manager keys differ: prefill has {sorted(source_blocks)}, "
             f"decode sent {sorted(target_blocks)}"
         )
-    sizes = setup.spec.block_sizes
-    end = effect.start_token + effect.num_tokens
-    source: dict[str, list[int]] = {}
-    target: dict[str, list[int]] = {}
-    for key, size in sizes.items():
-        part = slice(effect.start_token // size, -(-end // size))
-        source[key] = list(source_blocks[key][part])
-        target[key] = target_blocks[key][part]
-        if len(source[key]) != len(target[key]):
-            raise PlanError(
-                f"{key}: tokens {effect.start_token}..{end} need {len(source[key])} blocks, "
-                f"decode leased {len(target[key])}"
-            )
     try:
         batches = plan_blocks(
             setup.spec,
             setup.placement,
-            source,
+            source_blocks,
             destination.spec,
             destination.placement,
-            target,
+            target_blocks,
+            (effect.start_token, effect.start_token + effect.num_tokens),
         )
         ranges = lease_ranges(destination.placement, destination.spec, target_blocks)
     except (PdcoreError, ValueError) as error:

@@ -13,6 +13,7 @@ from typing import Final
 
 from pdcore.control.messages import Route, RouteRank
 from pdcore.errors import IncompatibleError, failure
+from pdcore.kv.slices import check_reshard
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.topology import (
     InstanceProfile,
@@ -113,7 +114,7 @@ class Topologies:
         self._compare(entry.latest, route)
         entry.latest = route
         try:
-            check_compatible(self.setup.profile(), profile_of(route))
+            check_pair(self.setup, profile_of(route))
             for key, rank in route.ranks.items():
                 _check_rank(key, rank)
         except IncompatibleError as error:
@@ -188,6 +189,23 @@ class Topologies:
                 incarnation = Incarnation(bytes.fromhex(rank.incarnation))
                 peers.append(PeerRef(route.instance, layout.rank(at), incarnation, address))
         return peers, mapping.required_dst_info_num
+
+
+def check_pair(setup: CoreSetup, prefill: InstanceProfile) -> None:
+    """Can this decode rank be filled by that prefill? Everything that can be known when the
+    topology is loaded (D30, D36): the layouts are the same, so our own entries say whether
+    their heads divide over the ranks of both sides.
+
+    Raises IncompatibleError; whatever is about sizes names both whole shapes.
+    """
+    decode = setup.profile()
+    check_compatible(decode, prefill)
+    try:
+        check_reshard(setup.spec, prefill.tp_size, decode.tp_size)
+    except IncompatibleError as error:
+        raise IncompatibleError(
+            f"{error} (prefill is {prefill.shape}, decode is {decode.shape})"
+        ) from None
 
 
 def _check_rank(key: str, rank: RouteRank) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdcore.errors import ConfigError
+from pdcore.errors import ConfigError, IncompatibleError
 from pdcore.kv.layout import (
     REGION_ALIGNMENT,
     num_blocks_for,
     num_blocks_for_concurrency,
     place_entries,
     resharded,
+    seen_from,
     slot_mapping,
+    staged,
     table_width,
 )
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec
@@ -57,6 +59,76 @@ def test_resharding_splits_or_replicates_heads_and_keeps_mla_whole() -> None:
         assert other.digest() == spec.digest()
     with pytest.raises(ConfigError, match="4 heads do not divide over tp_size 3"):
         resharded(spec, 3, 0)
+
+
+def layered(count: int, heads: int = 4) -> KVCacheSpec:
+    return KVCacheSpec(
+        tuple(
+            KVCacheEntry(f"layers.{i}.{part}", "f", "bfloat16", 16, heads, 4, 8, layer=i)
+            for i in range(count)
+            for part in ("k", "v")
+        )
+    )
+
+
+def test_stages_hold_the_entries_of_their_layers() -> None:
+    """R4: seven layers on three stages: 3, 2, 2; the digest is the model's."""
+    spec = layered(7)
+    stages = [staged(spec, 3, stage) for stage in range(3)]
+    assert [sorted({e.layer for e in s.entries}) for s in stages] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert {s.digest() for s in stages} == {spec.digest()}
+    assert staged(stages[0], 1, 0).digest() == spec.digest()
+    with pytest.raises(ConfigError, match="cannot hold"):
+        staged(spec, 8, 0)
+
+
+def test_another_rank_is_seen_from_what_it_lists() -> None:
+    """D35: by name, in its own order, with its own heads and block size."""
+    spec = layered(2)
+    names = [e.name for e in spec.entries][::-1]
+    place, _ = place_entries(spec, 10)
+    seen, at = seen_from(spec, names, place, 2, 1, {"f": 32})
+    assert [e.name for e in seen.entries] == names
+    assert {(e.num_heads, e.block_size) for e in seen.entries} == {(2, 32)}
+    assert (seen.tp_size, seen.tp_rank, seen.digest()) == (2, 1, spec.digest())
+    assert at == place
+    assert seen_from(spec, [e.name for e in spec.entries], place, 1, 0) == (spec, place)
+
+
+def test_of_another_stage_only_the_common_layers_are_seen() -> None:
+    """R4: whichever side is the pipeline."""
+    spec = layered(4)
+    middle = staged(spec, 2, 1)
+    whole, _ = place_entries(spec, 10)
+    part, _ = place_entries(middle, 10)
+    seen, at = seen_from(middle, [e.name for e in spec.entries], whole, 1, 0)
+    assert [e.name for e in seen.entries] == [e.name for e in middle.entries]
+    assert at.offsets == whole.offsets[4:]
+    seen, at = seen_from(spec, [e.name for e in middle.entries], part, 1, 0)
+    assert [e.name for e in seen.entries] == [e.name for e in middle.entries]
+    assert at == part
+    assert seen.digest() == spec.digest()
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "message"),
+    [
+        (["layers.0.k"], {}, r"only one side has \['layers.0.v'\]"),
+        (["layers.0.k", "layers.0.v", "x"], {}, r"only one side has \['x'\]"),
+        (["x"], {}, "only one side has"),
+        (["layers.0.k", "layers.0.v"], {"f": 0}, "block_size 0 must be >= 1"),
+    ],
+)
+def test_what_a_peer_lists_is_checked(
+    names: list[str], sizes: dict[str, int], message: str
+) -> None:
+    """D58."""
+    spec = layered(2)
+    place, _ = place_entries(KVCacheSpec(spec.entries[: len(names)]), 10)
+    with pytest.raises(IncompatibleError, match=message):
+        seen_from(spec, names, place, 1, 0, sizes)
+    with pytest.raises(IncompatibleError, match="4 heads do not divide over tp_size 3"):
+        seen_from(spec, ["layers.0.k", "layers.0.v"], place, 3, 0)
 
 
 def test_blocks_from_bytes() -> None:

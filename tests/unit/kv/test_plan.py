@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdcore.errors import IncompatibleError
-from pdcore.kv.layout import place_entries, resharded
+from pdcore.kv.layout import place_entries, resharded, staged
 from pdcore.kv.plan import (
     LOCAL_OFFSET,
     LOCAL_STRIDE,
@@ -22,12 +22,11 @@ from pdcore.kv.plan import (
     ROW_BYTES,
     ROWS,
     KVPlanner,
-    TokenSlice,
     WriteBatch,
     lease_ranges,
     plan_blocks,
-    slice_token,
 )
+from pdcore.kv.slices import TokenSlice, slice_token
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 
 Bytes = NDArray[np.uint8]
@@ -278,12 +277,12 @@ def test_a_missing_manager_key_is_an_error_on_either_side() -> None:
     ("change", "value", "message"),
     [
         ("dtype", "float32", "dtype: prefill has bfloat16, decode has float32"),
-        ("block_size", 8, "block_size: prefill has 4, decode has 8"),
+        ("block_size", 8, "block_size 8, but other entries of manager key 'full' have 4"),
         ("head_dim", 16, "head_dim: prefill has 8, decode has 16"),
         ("total_num_heads", 4, "total_num_heads: prefill has 2, decode has 4"),
         ("is_mla", True, "is_mla: prefill has False, decode has True"),
         ("name", "other", "only one side has"),
-        ("num_heads", 1, "bytes per block: prefill has 128, decode has 64"),
+        ("num_heads", 1, "bytes per token: prefill has 32, decode has 16"),
     ],
 )
 def test_entries_that_differ_are_refused_by_name(change: str, value: object, message: str) -> None:
@@ -297,14 +296,131 @@ def test_entries_that_differ_are_refused_by_name(change: str, value: object, mes
         KVPlanner(spec, place, other, place)
 
 
-def test_head_major_blocks_are_never_cut() -> None:
-    """D36: equal TP copies whole blocks of any layout, unequal TP refuses."""
-    entry = KVCacheEntry("k", "full", "bfloat16", 4, 2, 2, 8, layout="BnNBsD")
-    spec = KVCacheSpec((entry,))
+# --- D36: layouts ---------------------------------------------------------------------------
+
+
+def head_major(heads: int, **changes: object) -> KVCacheSpec:
+    entry = KVCacheEntry("k", "full", "uint8", 4, heads, heads, 8, layout="BnNBsD")
+    return KVCacheSpec((attrs.evolve(entry, **changes),))
+
+
+def check_head_major_cut(plan: Callable[..., tuple[WriteBatch, ...]]) -> None:
+    """One head-major block of each of two prefill ranks into one decode rank: head h of
+    token t holds 16 * h + t, wherever that lies."""
+    whole, at, size = head_major(4), *place_entries(head_major(4), 4)
+    target = np.zeros(size, np.uint8)
+    for rank in range(2):
+        spec = resharded(whole, 2, rank)
+        place, bytes_here = place_entries(spec, 4)
+        source = np.zeros(bytes_here, np.uint8)
+        block = source[spec.entries[0].item_len :][: spec.entries[0].item_len].reshape(2, 4, 8)
+        for head in range(2):
+            for token in range(4):
+                block[head, token] = 16 * (2 * rank + head) + token
+        execute(
+            plan(spec, place, {"full": [1]}, whole, at, {"full": [2]}), {0: source}, {0: target}
+        )
+    item = whole.entries[0].item_len
+    got = target[2 * item : 3 * item].reshape(4, 4, 8)[..., 0]
+    assert got.tolist() == [[16 * h + t for t in range(4)] for h in range(4)], "rows of other heads"
+    assert not target[: 2 * item].any()
+    assert not target[3 * item :].any()
+
+
+def cut_as_token_major(
+    src: KVCacheSpec, a: KVPlacement, s: dict[str, list[int]],
+    dst: KVCacheSpec, b: KVPlacement, d: dict[str, list[int]],
+) -> tuple[WriteBatch, ...]:  # fmt: skip
+    """Mutant: the seed's rule, one slice of every token row whatever the layout."""
+    src, dst = (
+        attrs.evolve(x, entries=tuple(attrs.evolve(e, layout="BnBsND") for e in x.entries))
+        for x in (src, dst)
+    )
+    return plan_blocks(src, a, s, dst, b, d)
+
+
+def test_head_major_blocks_are_cut_by_heads() -> None:
+    """D36: a head-major block is cut where a head begins, not in every row."""
+    check_head_major_cut(plan_blocks)
+    with pytest.raises(AssertionError, match="rows of other heads"):
+        check_head_major_cut(cut_as_token_major)
+    spec = head_major(4)
+    half = resharded(spec, 2, 1)
+    place, _ = place_entries(spec, 20)
+    there, _ = place_entries(half, 20)
+    (batch,) = plan_blocks(half, there, {"full": [1, 2, 3]}, spec, place, {"full": [4, 5, 7]})
+    assert len(batch.descriptors) == 2, "one 2-D descriptor per run of blocks"
+    assert batch.num_bytes == 3 * half.entries[0].item_len
+
+
+def test_blocks_of_another_layout_are_refused() -> None:
+    """D36: nothing turns rows into heads on the way."""
+    spec = head_major(2)
+    turned = head_major(2, layout="BnBsND")
     place, _ = place_entries(spec, 4)
-    assert plan_blocks(spec, place, {"full": [1]}, spec, place, {"full": [2]})
-    with pytest.raises(IncompatibleError, match="BnNBsD keeps heads apart"):
-        KVPlanner(resharded(spec, 2, 0), place, spec, place)
+    with pytest.raises(IncompatibleError, match="layout: prefill has BnNBsD, decode has BnBsND"):
+        KVPlanner(spec, place, turned, place)
+
+
+def scaled(tp_size: int, tp_rank: int, *, is_per_rank: bool = True) -> KVCacheSpec:
+    """int8 values of four heads, and one float32 scale per token: per rank, or per head."""
+    spec = KVCacheSpec(
+        (
+            KVCacheEntry("k", "full", "int8", 4, 4, 4, 8),
+            KVCacheEntry(
+                "k.scale", "full", "float32", 4, 1 if is_per_rank else 4, 4, 1,
+                is_per_rank=is_per_rank,
+            ),
+        )
+    )  # fmt: skip
+    return resharded(spec, tp_size, tp_rank)
+
+
+def check_scales_have_one_writer(plan: Callable[..., tuple[WriteBatch, ...]], per: bool) -> None:
+    """Two prefill ranks into one decode rank: nobody may overwrite the other's scales."""
+    decode = scaled(1, 0, is_per_rank=per)
+    at, size = place_entries(decode, 4)
+    writers = np.zeros(size, np.int64)
+    for rank in range(2):
+        spec = scaled(2, rank, is_per_rank=per)
+        place, _ = place_entries(spec, 4)
+        try:
+            batches = plan(spec, place, {"full": [1]}, decode, at, {"full": [1]})
+        except IncompatibleError:
+            assert per, "one scale per head is sliced like any other entry"
+            continue
+        for batch in batches:
+            for _, remote, count in batch.pieces():
+                writers[remote : remote + count] += 1
+    assert writers.max() <= 1, "the last of several prefill ranks wins"
+    assert per or writers.sum() == sum(e.item_len for e in decode.entries)
+
+
+def last_rank_wins(
+    src: KVCacheSpec, a: KVPlacement, s: dict[str, list[int]],
+    dst: KVCacheSpec, b: KVPlacement, d: dict[str, list[int]],
+) -> tuple[WriteBatch, ...]:  # fmt: skip
+    """Mutant: what has equal sizes on both sides is copied by everybody, as the seed does."""
+    equal = [attrs.evolve(x, tp_size=1, tp_rank=0) for x in (src, dst)]
+    scales = [attrs.evolve(x, entries=x.entries[1:]) for x in equal]
+    places = [
+        KVPlacement(p.num_blocks, p.regions[1:], p.offsets[1:], p.block_strides[1:]) for p in (a, b)
+    ]
+    return plan_blocks(scales[0], places[0], s, scales[1], places[1], d)
+
+
+def test_scales_kept_once_per_rank_need_equal_sizes() -> None:
+    """D36: at load and in the plan; one scale per head is sliced like any other entry."""
+    check_scales_have_one_writer(plan_blocks, per=True)
+    check_scales_have_one_writer(plan_blocks, per=False)
+    with pytest.raises(AssertionError, match="the last of several"):
+        check_scales_have_one_writer(last_rank_wins, per=True)
+    equal = scaled(2, 1)
+    place, _ = place_entries(equal, 4)
+    with pytest.raises(IncompatibleError, match=r"k\.scale: prefill has tp_size 2, decode has 1"):
+        KVPlanner(equal, place, scaled(1, 0), place)
+    (batch,) = plan_blocks(equal, place, {"full": [1]}, equal, place, {"full": [2]})
+    assert batch.num_bytes == sum(e.item_len for e in equal.entries)
 
 
 # --- unequal TP ------------------------------------------------------------------------------
@@ -405,6 +521,141 @@ def test_only_the_first_of_equal_ranks_writes() -> None:
         src = attrs.evolve(spec, tp_size=4, tp_rank=p)
         batches = plan_blocks(src, place, {"mla": [1]}, dst, place, {"mla": [2]})
         assert bool(batches) == (p == 0)
+
+
+# --- token ranges, shares and stages --------------------------------------------------------
+
+
+def written(batches: Sequence[WriteBatch]) -> set[int]:
+    """Every destination byte; one written twice is an error."""
+    found: list[int] = []
+    for batch in batches:
+        for _, remote, size in batch.pieces():
+            found.extend(range(remote, remote + size))
+    assert len(found) == len(set(found)), "a byte is written twice"
+    return set(found)
+
+
+def test_a_token_range_takes_the_blocks_that_it_touches() -> None:
+    spec = gqa(1, layers=1)
+    place, _ = place_entries(spec, 10)
+    src, dst = {"full": [1, 2, 5]}, {"full": [4, 5, 3]}
+    part = plan_blocks(spec, place, src, spec, place, dst, (5, 9))
+    expected = plan_blocks(spec, place, {"full": [2, 5]}, spec, place, {"full": [5, 3]})
+    assert written(part) == written(expected)
+    assert plan_blocks(spec, place, src, spec, place, dst, (4, 4)) == ()
+    for tokens, side in (((0, 13), "prefill has 3"), ((8, 13), "prefill has 1")):
+        with pytest.raises(IncompatibleError, match=f"tokens .* blocks, {side}"):
+            plan_blocks(spec, place, src, spec, place, {"full": [4, 5, 3, 6]}, tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("there_size", [4, 6, 2])
+def test_the_shares_of_context_parallel_ranks_are_disjoint_and_complete(
+    ranks: int, there_size: int
+) -> None:
+    """R58: with all CP ranks sending, each destination block has one writer."""
+    spec, other = gqa(2), gqa(2, block_size=there_size)
+    place, _ = place_entries(spec, 40)
+    there, _ = place_entries(other, 40)
+    src = {"full": [7, 3, 9, 1, 12]}
+    dst = {"full": list(range(2, 2 + -(-19 // there_size)))}
+    whole = written(plan_blocks(spec, place, src, other, there, dst, (0, 19)))
+    together: set[int] = set()
+    for rank in range(ranks):
+        part = plan_blocks(spec, place, src, other, there, dst, (0, 19), (rank, ranks))
+        found = written(part)
+        assert not found & together
+        together |= found
+    assert together == whole
+
+
+def test_a_rank_fills_the_layers_that_both_stages_hold() -> None:
+    """R4: five layers on two stages and on one; every entry has one writer."""
+    spec = layered(5)
+    place, size = place_entries(spec, 4)
+    together: set[int] = set()
+    for stage, layers in ((0, 3), (1, 2)):
+        part = staged(spec, 2, stage)
+        assert part.digest() == spec.digest()
+        here, _ = place_entries(part, 4)
+        for src, a, dst, b in ((part, here, spec, place), (spec, place, part, here)):
+            found = written(plan_blocks(src, a, {"full": [1]}, dst, b, {"full": [2]}))
+            assert len(found) == layers * spec.entries[0].item_len
+            if dst is spec:
+                assert not found & together
+                together |= found
+    assert len(together) == size // 4
+
+
+def layered(count: int) -> KVCacheSpec:
+    return KVCacheSpec(
+        tuple(
+            KVCacheEntry(f"layers.{i}.k", "full", "uint8", 4, 2, 2, 4, layer=i)
+            for i in range(count)
+        )
+    )
+
+
+def test_a_layer_that_both_stages_hold_must_be_whole_on_both() -> None:
+    """D35: a missing entry is not another stage's."""
+    spec = layered(4)
+    extra = attrs.evolve(spec.entries[0], name="layers.0.v")
+    first, other = staged(spec, 2, 0), staged(KVCacheSpec((*spec.entries, extra)), 2, 0)
+    place, _ = place_entries(other, 4)
+    with pytest.raises(IncompatibleError, match=r"only one side has \['layers.0.v'\]"):
+        KVPlanner(first, place, other, place)
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), [(4, 8), (8, 4), (4, 6), (6, 4), (3, 5)])
+@pytest.mark.parametrize("layout", ["BnBsND", "BnNBsD"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
+def test_blocks_of_other_sizes_get_the_same_tokens(
+    src_size: int, dst_size: int, layout: str, prefill: int, decode: int
+) -> None:
+    """Re-blocking: 17 tokens; head h of token t holds 8 * t + h on both sides."""
+    num_tokens, heads = 17, 4
+    base = KVCacheEntry("k", "full", "uint8", src_size, heads, heads, 2, layout=layout)
+    src_whole = KVCacheSpec((base,))
+    dst_whole = KVCacheSpec((attrs.evolve(base, block_size=dst_size),))
+    assert src_whole.digest() == dst_whole.digest()
+    src_ids = [11, 4, 9, 2, 7, 1][: -(-num_tokens // src_size)]
+    dst_ids = [3, 8, 1, 6, 2, 5][: -(-num_tokens // dst_size)]
+    for d in range(decode):
+        dst_spec = resharded(dst_whole, decode, d)
+        dst, size = place_entries(dst_spec, 12)
+        target = np.full(size, 255, np.uint8)
+        for p in range(prefill):
+            src_spec = resharded(src_whole, prefill, p)
+            src, here = place_entries(src_spec, 12)
+            source = np.zeros(here, np.uint8)
+            for t in range(num_tokens):
+                for i in range(heads // prefill):
+                    value = 8 * t + p * heads // prefill + i
+                    at_token(source, src_spec, src, src_ids, t)[i] = value
+            for part in ((0, 5), (5, 12), (12, num_tokens)):
+                plan = plan_blocks(
+                    src_spec, src, {"full": src_ids}, dst_spec, dst, {"full": dst_ids}, part
+                )
+                execute(plan, {0: source}, {0: target})
+        for t in range(num_tokens):
+            first = d * heads // decode
+            expected = [[8 * t + first + i] * 2 for i in range(heads // decode)]
+            assert at_token(target, dst_spec, dst, dst_ids, t).tolist() == expected
+        assert (target == 255).sum() >= size - num_tokens * dst_spec.entries[0].token_bytes
+
+
+def at_token(
+    buffer: Bytes, spec: KVCacheSpec, place: KVPlacement, ids: Sequence[int], token: int
+) -> Bytes:
+    """The heads of one token as (heads, bytes), a view."""
+    (entry,) = spec.entries
+    index, row = divmod(token, entry.block_size)
+    start = place.offsets[0] + ids[index] * place.block_strides[0]
+    block = buffer[start : start + entry.item_len]
+    if entry.layout == "BnNBsD":
+        return block.reshape(entry.num_heads, entry.block_size, -1)[:, row]
+    return block.reshape(entry.block_size, entry.num_heads, -1)[row]
 
 
 # --- several regions, keys, and everything at once -----------------------------------------------

@@ -133,6 +133,35 @@ def test_d28_one_fetch_at_a_time_and_none_while_the_answer_is_fresh() -> None:
     assert not known.needs_fetch(AT, 16.0)
 
 
+@pytest.mark.parametrize(
+    ("setup", "changes", "named"),
+    [
+        (decode_rank(2, 0), {"attn_tp_size": 3}, "tp_size: prefill has 3, decode has 2"),
+        (decode_rank(2, 0), {"attn_tp_size": 6}, "its 8 heads do not divide over both"),
+        (
+            make_setup(spec=KVCacheSpec(make_spec(is_per_rank=True).entries)),
+            {"attn_tp_size": 2, "dp_size": 3},
+            "layer0.k: prefill has tp_size 2, decode has 1; it holds one value per token and rank",
+        ),
+    ],
+)
+def test_d30_d36_what_cannot_be_sliced_is_refused_when_the_route_is_read(
+    setup: CoreSetup, changes: dict[str, object], named: str
+) -> None:
+    """D30, D36: sizes that do not divide, heads that do not, scales kept once per rank; with
+    both whole shapes, before any rank is looked for."""
+    known = Topologies(setup)
+    tp, dp = int(str(changes["attn_tp_size"])), int(str(changes.get("dp_size", 1)))
+    entry = known.record(AT, wide_route(setup, tp, dp=dp), None, 0.0)
+    assert entry.route is None
+    assert entry.refusal is not None
+    assert entry.refusal.http_status == 502
+    assert named in entry.refusal.detail
+    ours = setup.spec.tp_size
+    assert f"prefill is tp {tp} x cp 1 x dp {dp} x pp 1" in entry.refusal.detail
+    assert f"decode is tp {ours} x cp 1 x dp 1 x pp 1" in entry.refusal.detail
+
+
 def test_d20_a_failed_fetch_is_repeated_at_intervals() -> None:
     known = make_topologies()
     assert known.needs_fetch(AT, 0.0)

@@ -1,0 +1,85 @@
+"""From blocks of one size into blocks of another.
+
+Both tables are position-aligned, so a token range is known on both sides by position. It is
+cut wherever a block of either side ends; a cut lies in one block of each and becomes one
+2-D descriptor per entry. Equal block sizes never come here: they copy whole blocks
+(:mod:`pdcore.kv.plan`).
+
+A destination block may begin before the first position that a sliding window still reads,
+in the middle of what was a block of its own on the source's side and is dropped there: such
+rows have no source and no reader, and are skipped (D37). A row that a query can still read
+must have a source.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcore.errors import IncompatibleError
+from pdcore.types import NULL_BLOCK
+
+Int64Array = NDArray[np.int64]
+
+
+class BlockShape(NamedTuple):
+    """Tokens per block on each side, tokens per row, and the window of one manager key."""
+
+    src_size: int
+    dst_size: int
+    ratio: int = 1
+    window: int | None = None
+
+
+class RowCuts(NamedTuple):
+    """Runs of rows, each inside one block of either side: block ids, first rows inside
+    them and numbers of rows, five int64 arrays of one length."""
+
+    src: Int64Array
+    dst: Int64Array
+    src_row: Int64Array
+    dst_row: Int64Array
+    num_rows: Int64Array
+
+
+def cut_rows(
+    key: str, src: Int64Array, dst: Int64Array, shape: BlockShape, tokens: tuple[int, int]
+) -> RowCuts:
+    """The cuts of positions ``tokens`` (first, one past the last), null blocks left out.
+
+    ``src`` and ``dst`` are whole tables from position 0 that reach the last position.
+    Raises IncompatibleError for a position that the next query reads in a block that the
+    source has dropped.
+    """
+    start, stop = tokens
+    if stop <= start:
+        none = np.empty(0, np.int64)
+        return RowCuts(none, none, none, none, none)
+    ends = [
+        np.arange((start // size + 1) * size, stop, size, dtype=np.int64)
+        for size in (shape.src_size, shape.dst_size)
+    ]
+    edges = np.unique(np.concatenate((*ends, np.array((start, stop), np.int64))))
+    first, last = edges[:-1], edges[1:]
+    src_ids, dst_ids = src[first // shape.src_size], dst[first // shape.dst_size]
+    is_wanted = dst_ids != NULL_BLOCK
+    is_there = src_ids != NULL_BLOCK
+    needed_from = 0 if shape.window is None else max(0, stop - shape.window + 1)
+    lost = np.flatnonzero(is_wanted & ~is_there & (last > needed_from))
+    if len(lost):
+        raise IncompatibleError(
+            f"{key}: decode needs the block at position {max(int(first[lost[0]]), needed_from)} "
+            f"tokens, prefill has dropped it"
+        )
+    keep = is_wanted & is_there
+    first, last = first[keep], last[keep]
+    begin = first // shape.ratio
+    return RowCuts(
+        src_ids[keep],
+        dst_ids[keep],
+        begin - first // shape.src_size * (shape.src_size // shape.ratio),
+        begin - first // shape.dst_size * (shape.dst_size // shape.ratio),
+        -(-last // shape.ratio) - begin,
+    )
