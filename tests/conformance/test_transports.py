@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pdcore.testing.conformance import Report, capability_matrix, run_conformance
+from pdcore.testing.conformance import Report, run_conformance
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
 from pdcore.transports.base import Revocation
+from tests.conformance import matrix
 
 pytestmark = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
 
 
-def passes(report: Report) -> None:
-    print(capability_matrix([report]))
+def passes(report: Report, label: str = "") -> None:
+    """Every check; ``label`` names the column of the table at the end."""
+    matrix.keep(report, label)
     assert report.ok, "\n".join(f"{name}: {why}" for name, why in report.failed.items())
     assert not report.skipped
 
@@ -25,7 +27,7 @@ def passes(report: Report) -> None:
 def test_loopback(kind: Revocation) -> None:
     """SGLang PR28652, 29757: the fake transport passes what every other one passes, transfers
     of no byte and of many chunks among them."""
-    passes(run_conformance(LoopbackHarness(kind, cycles=1000)))
+    passes(run_conformance(LoopbackHarness(kind, cycles=1000)), f"loopback, {kind.value}")
 
 
 @linux
@@ -36,13 +38,14 @@ def test_shm() -> None:
 @linux
 def test_shm_with_little_of_the_peer_mapped() -> None:
     """As a worker uses it, only tighter: pages come and go below transfers all the time."""
-    passes(run_conformance(RegistryHarness("shm", cycles=100, peer_resident_bytes=1 << 20)))
+    harness = RegistryHarness("shm", cycles=100, peer_resident_bytes=1 << 20)
+    passes(run_conformance(harness), "shm, 1 MiB of peers")
 
 
 @linux
 def test_shm_over_named_files(tmp_path: Path) -> None:
     harness = RegistryHarness("shm", cycles=1000, named_directory=str(tmp_path))
-    passes(run_conformance(harness))
+    passes(run_conformance(harness), "shm, named files")
     assert list(tmp_path.iterdir()) == []
 
 

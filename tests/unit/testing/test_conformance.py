@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import attrs
@@ -26,6 +27,7 @@ from pdcore.testing.conformance import (
 )
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump
+from pdcore.transports import registry
 from pdcore.transports.base import (
     Completion,
     HandleStatus,
@@ -346,7 +348,14 @@ def test_every_guarantee_has_a_check() -> None:
     named = {part for check in CHECKS for part in check.guarantee.split(", ")}
     assert {f"G{i}" for i in range(1, 8)} <= named
     assert len(set(IDS)) == len(IDS)
-    assert {"loopback", "shm"} <= set(MINIMUM_CAPS)
+
+
+@pytest.mark.parametrize("name", registry.built_in())
+def test_every_transport_of_pdcore_is_pinned_and_run(name: str) -> None:
+    """None may pass by declaring less, or by not being asked."""
+    assert name in MINIMUM_CAPS
+    suites = (Path(__file__).parents[2] / "conformance").glob("test_*.py")
+    assert any(name in suite.read_text(encoding="utf-8").lower() for suite in suites)
 
 
 def test_unknown_check() -> None:
