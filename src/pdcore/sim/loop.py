@@ -13,13 +13,12 @@ the order inside each, which is all that an operating system promises.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Executor
 from contextvars import Context, ContextVar, copy_context
+from heapq import heappop, heappush
 from typing import Final, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
@@ -63,24 +62,17 @@ PROCESS: Final[ContextVar[Process | None]] = ContextVar("pdcore_sim_process", de
 
 class _Call(asyncio.TimerHandle):
     """A callback that is ready or due. The base class only gives it its type: its own
-    constructor asks for debugging and source lines, which is half of the cost."""
+    constructor asks for debugging and source lines, and even an empty one would be a tenth
+    of what this loop costs, so whoever makes one sets its attributes. ``when_s`` is not set
+    where it was ready at once."""
 
-    __slots__ = ("function", "parameters", "place", "process", "sequence", "when_s")
+    __slots__ = ("function", "parameters", "place", "process", "when_s")
 
-    def __init__(
-        self,
-        when_s: float,
-        sequence: int,
-        function: Callable[..., object],
-        parameters: tuple[object, ...],
-        context: Context | None,
-    ) -> None:
-        self.when_s = when_s
-        self.sequence = sequence
-        self.function: Callable[..., object] | None = function
-        self.parameters = parameters
-        self.place = copy_context() if context is None else context
-        self.process = self.place.get(PROCESS, None)
+    function: Callable[..., object] | None
+    parameters: tuple[object, ...]
+    place: Context
+    process: Process | None
+    when_s: float
 
     def cancel(self) -> None:
         self.function = None
@@ -92,10 +84,6 @@ class _Call(asyncio.TimerHandle):
     def when(self) -> float:
         return self.when_s
 
-    def __lt__(self, other: object) -> bool:
-        assert isinstance(other, _Call)
-        return (self.when_s, self.sequence) < (other.when_s, other.sequence)
-
     def __hash__(self) -> int:
         return id(self)
 
@@ -103,7 +91,10 @@ class _Call(asyncio.TimerHandle):
         return self is other
 
     def __repr__(self) -> str:
-        return f"_Call({self.when_s:.6f}, {self.process}, {self.function})"
+        return f"_Call({self.process}, {self.function})"
+
+
+_new_call: Final[Callable[[type[_Call]], _Call]] = object.__new__
 
 
 class _Calls(asyncio.BaseEventLoop):
@@ -113,7 +104,8 @@ class _Calls(asyncio.BaseEventLoop):
         self._is_running = False
         super().__init__()
         self._now_s = start_s
-        self._queue: deque[_Call] = deque()
+        #: What is ready, in the order of becoming so.
+        self._queue: list[_Call] = []
         self._timers: list[tuple[float, int, _Call]] = []
         self._count = itertools.count()
         #: What asyncio would log: exceptions that nobody took, with the process's name.
@@ -130,7 +122,10 @@ class _Calls(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        call = _Call(self._now_s, 0, callback, args, context)
+        call = _new_call(_Call)
+        call.function, call.parameters = callback, args
+        call.place = place = copy_context() if context is None else context
+        call.process = place.get(PROCESS)
         self._queue.append(call)
         return call
 
@@ -159,9 +154,11 @@ class _Calls(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        sequence = next(self._count)
-        call = _Call(when, sequence, callback, args, context)
-        heapq.heappush(self._timers, (when, sequence, call))
+        call = _new_call(_Call)
+        call.function, call.parameters, call.when_s = callback, args, when
+        call.place = place = copy_context() if context is None else context
+        call.process = place.get(PROCESS)
+        heappush(self._timers, (when, next(self._count), call))
         return call
 
     def create_future(self) -> asyncio.Future[object]:
@@ -236,6 +233,8 @@ class SimLoop(_Calls):
         try:
             task = self.create_task(main)
             while not task.done():
+                if not self._queue:
+                    self._jump()
                 self._turn()
         finally:
             self._look_for_failures()
@@ -278,40 +277,46 @@ class SimLoop(_Calls):
                 task.cancel()
             await asyncio.wait(left, timeout=1.0)
 
+    def _jump(self) -> None:
+        """Nothing is ready: go on at the time of the next timer."""
+        timers = self._timers
+        while timers and timers[0][2].function is None:
+            heappop(timers)
+        if not timers:
+            raise Deadlock("nothing is ready and no timer is set: somebody waits for ever")
+        if timers[0][0] > self._now_s:
+            self._now_s = timers[0][0]
+            self._num_at_once = 0
+
     def _turn(self) -> None:
-        """Run what is ready now; if nothing is, jump to the next timer first."""
-        ready, timers = self._queue, self._timers
-        if not ready:
-            while timers and timers[0][2].function is None:
-                heapq.heappop(timers)
-            if not timers:
-                raise Deadlock("nothing is ready and no timer is set: somebody waits for ever")
-            if timers[0][0] > self._now_s:
-                self._now_s = timers[0][0]
-                self._num_at_once = 0
-        now_s = self._now_s
+        """Run what is ready now."""
+        timers, now_s = self._timers, self._now_s
+        ready, self._queue = self._queue, []
         while timers and timers[0][0] <= now_s:
-            call = heapq.heappop(timers)[2]
+            call = heappop(timers)[2]
             if call.function is not None:
                 ready.append(call)
         turn = len(ready)
-        if self._shuffle is not None and turn > 1:
-            _shuffle(ready, self._shuffle)
+        if turn > 1 and self._shuffle is not None:
+            ready = _shuffled(ready, self._shuffle)
         self.num_calls += turn
         self._num_at_once += turn
         if self._num_at_once > MAX_CALLS_AT_ONCE:
             raise Deadlock(f"time stands still at {now_s:.6f} s: somebody never sleeps")
-        for _ in range(turn):
-            call = ready.popleft()
-            function = call.function
-            if function is None:
-                continue
-            process = call.process
-            if process is not None and (process.is_dead or process.is_stopped):
-                if not process.is_dead:
+        left = iter(ready)
+        try:
+            for call in left:
+                function = call.function
+                if function is None:
+                    continue
+                process = call.process
+                if process is None or not (process.is_dead or process.is_stopped):
+                    call.place.run(function, *call.parameters)
+                elif not process.is_dead:
                     process.held.append(call)
-                continue
-            call.place.run(function, *call.parameters)
+        except BaseException:
+            self._queue[:0] = left
+            raise
 
 
 async def pass_time(seconds: float) -> None:
@@ -319,13 +324,10 @@ async def pass_time(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-def _shuffle(ready: deque[_Call], rng: random.Random) -> None:
+def _shuffled(ready: list[_Call], rng: random.Random) -> list[_Call]:
     """Another order between processes, the same inside each."""
     keys: dict[Process | None, float] = {}
     for call in ready:
         if call.process not in keys:
             keys[call.process] = rng.random()
-    if len(keys) > 1:
-        calls = sorted(ready, key=lambda call: keys[call.process])
-        ready.clear()
-        ready.extend(calls)
+    return sorted(ready, key=lambda call: keys[call.process]) if len(keys) > 1 else ready
