@@ -8,21 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdcore.testing.transport_checks_life import footprint
+from pdcore.testing.transport_checks_growth import Footprint
 
 
-def _grown(before: tuple[int, int, list[str]]) -> bool:
-    fds, threads, names = footprint()
-    return fds > before[0] or threads > before[1] or names != before[2]
+def _grown(before: Footprint) -> bool:
+    now = Footprint.now()
+    return now.fds > before.fds or now.threads > before.threads or now.names != before.names
 
 
 @pytest.fixture(autouse=True)
 def _no_growth() -> Iterator[None]:
-    before = footprint()
+    before = Footprint.now()
     yield
     if _grown(before):
         # Reference cycles of the test itself (pytest.raises keeps tracebacks).
         gc.collect()
     assert not _grown(before), (
-        f"(fds, threads, /dev/shm) were {before}, are {footprint()}: {threading.enumerate()}"
+        f"there was {before}, there is {Footprint.now()}: {threading.enumerate()}"
     )
