@@ -1,0 +1,217 @@
+"""How the sending thread of a torchdist pair talks to the receiver, and carries one job.
+
+It waits for the peer on the control connection, where it also hears of new jobs, of
+closing and of the peer's end; only for a chunk whose receive is posted does it wait inside
+torch.distributed. A transfer cannot be called back within a chunk: a stop is seen between
+two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+from pdcore.transports.base import HandleStatus
+from pdcore.transports.check import CopyPlan
+from pdcore.transports.copy import ByteArray
+from pdcore.transports.torchdist_chunks import Chunk, cut, gather
+from pdcore.transports.torchdist_group import Backend, GroupFailed, PairGroup, Staging, find_store
+from pdcore.transports.torchdist_wire import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Channel,
+    ChunkHead,
+    End,
+    Kind,
+    LinkOver,
+    decode_meeting,
+)
+from pdcore.types import LeaseId
+
+CHUNK_BYTES: Final = 1 << 20
+STALL_TIMEOUT_S: Final = 10.0
+CONNECT_TIMEOUT_S: Final = 1.0
+#: After a broken group: how long until the control connection shows the peer's end.
+_AFTERMATH_S: Final = 1.0
+
+Stop = tuple[HandleStatus, str]
+
+
+@attrs.frozen
+class Limits:
+    """``chunk_bytes``: staged at once; of the two sides of a pair the smaller one counts.
+    ``stall_timeout_s``: a peer that makes no progress for so long fails the transfers of
+    its session. ``connect_timeout_s`` bounds ``connect``."""
+
+    chunk_bytes: int = attrs.field(
+        default=CHUNK_BYTES,
+        validator=[attrs.validators.ge(MIN_CHUNK_BYTES), attrs.validators.le(MAX_CHUNK_BYTES)],
+    )
+    stall_timeout_s: float = attrs.field(default=STALL_TIMEOUT_S, validator=attrs.validators.gt(0))
+    connect_timeout_s: float = attrs.field(
+        default=CONNECT_TIMEOUT_S, validator=attrs.validators.gt(0)
+    )
+
+
+@attrs.define(eq=False)
+class Job:
+    """One handle. ``stop`` is set by the owner's thread and read by the link's; the first
+    one to be seen wins. ``arrays`` are the source regions, pinned until it is quiesced."""
+
+    handle: int
+    lease: LeaseId
+    plan: CopyPlan = attrs.field(repr=False)
+    arrays: Mapping[int, ByteArray] = attrs.field(repr=False)
+    notify: bytes | None = attrs.field(default=None, repr=False)
+    stop: Stop | None = None
+
+
+class Line:
+    """The control connection as the sender uses it. ``is_in_doubt``: a chunk was sent and
+    may yet be placed, for all that we know. ``is_hurried`` is set by the owner, who then
+    rings ``wake``: do not wait for the peer any more."""
+
+    def __init__(self, channel: Channel, wake: int, stall_timeout_s: float) -> None:
+        self.channel = channel
+        self.is_in_doubt = False
+        self.is_hurried = False
+        self._wake = wake
+        self._stall_timeout_s = stall_timeout_s
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Raises LinkOver."""
+        try:
+            self.channel.send(kind, body, timeout_s=self._stall_timeout_s)
+        except LinkOver as over:
+            self.is_in_doubt &= over.end is End.LOST
+            raise
+
+    def idle(self) -> None:
+        """Wait until the owner rings. Raises LinkOver."""
+        answer = self._receive(None)
+        if answer is not None:
+            raise LinkOver(End.LOST, f"the peer sent {answer[0].name} unasked")
+
+    def reply(self, *wanted: Kind) -> tuple[Kind, bytes]:
+        """The peer's next frame. Raises LinkOver, also when none comes in time."""
+        deadline = time.monotonic() + self._stall_timeout_s
+        while not self.is_hurried:
+            answer = self._receive(deadline)
+            if answer is None:
+                if time.monotonic() >= deadline:
+                    raise LinkOver(End.LOST, f"no progress for {self._stall_timeout_s:g} s")
+            elif answer[0] in wanted:
+                return answer
+            else:
+                raise LinkOver(End.LOST, f"the peer answered {answer[0].name}")
+        raise LinkOver(End.LOST, "closed before the peer answered")
+
+    def await_end(self, timeout_s: float) -> None:
+        """Something else broke: give the connection so long to end, too. Raises LinkOver
+        when it does."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_hurried and time.monotonic() < deadline:
+            self._receive(deadline)
+
+    def resolve(self) -> LinkOver | None:
+        """Wait for the end of the doubt, as long as it takes; how the connection ended if
+        that was it. ``is_in_doubt`` stays True when nobody can tell."""
+        while self.is_in_doubt and not self.is_hurried:
+            try:
+                self._receive(None)
+            except LinkOver as over:
+                return over
+        return None
+
+    def _receive(self, deadline: float | None) -> tuple[Kind, bytes] | None:
+        try:
+            answer = self.channel.receive(self._wake, deadline)
+        except LinkOver as over:
+            self.is_in_doubt &= over.end is End.LOST
+            raise
+        if answer is not None and answer[0] in (Kind.PLACED, Kind.REJECTED):
+            self.is_in_doubt = False
+        return answer
+
+
+def join_group(line: Line, backend: Backend, host: str, limits: Limits) -> Courier:
+    """Build our half of the group where the receiver says. Raises LinkOver when it gives
+    up, or does not answer."""
+    while True:
+        line.send(Kind.JOIN)
+        _, body = line.reply(Kind.GROUP)
+        try:
+            meeting = decode_meeting(body)
+            store = find_store(host, meeting.port, backend.build_timeout_s)
+            group = PairGroup(backend, store, meeting.key, 0)
+        except GroupFailed:
+            line.send(Kind.NO_GROUP)
+            continue
+        line.send(Kind.JOINED)
+        chunk_bytes = min(limits.chunk_bytes, meeting.chunk_bytes)
+        staging = Staging(chunk_bytes, backend.device)
+        return Courier(line, group, staging, limits.stall_timeout_s)
+
+
+class Courier:
+    """Carries jobs one after the other. The bytes of a chunk are gathered while the
+    receiver puts the one before it in place."""
+
+    def __init__(
+        self,
+        line: Line,
+        group: PairGroup,
+        staging: Staging,
+        timeout_s: float,
+    ) -> None:
+        self._line = line
+        self._group = group
+        self._staging = staging
+        self._timeout_s = timeout_s
+
+    def carry(self, job: Job) -> Stop:
+        """How it ended; nothing of it lands any more. Raises LinkOver (then it may, see
+        ``Line.is_in_doubt``) and GroupFailed."""
+        is_owed = False
+        for chunk in cut(job.plan, len(self._staging.host)):
+            if job.stop is None:
+                gather(chunk, job.arrays, self._staging.host)
+            rejected = self._placed() if is_owed else None
+            is_owed = False
+            if rejected is not None:
+                return HandleStatus.FAILED, rejected
+            if job.stop is not None:
+                return job.stop
+            rejected = self._send(chunk, job)
+            if rejected is not None:
+                return HandleStatus.FAILED, rejected
+            is_owed = True
+        rejected = self._placed()
+        return (HandleStatus.DONE, "") if rejected is None else (HandleStatus.FAILED, rejected)
+
+    def _send(self, chunk: Chunk, job: Job) -> str | None:
+        """None when the chunk is on its way, else why the receiver does not want it."""
+        notify = job.notify if chunk.is_last else None
+        head = ChunkHead(job.lease, chunk.num_bytes, chunk.table, chunk.is_last, notify)
+        self._line.send(Kind.CHUNK, head.encode())
+        if not chunk.num_bytes:
+            return None
+        kind, body = self._line.reply(Kind.READY, Kind.REJECTED)
+        if kind is Kind.REJECTED:
+            return body.decode(errors="replace")
+        try:
+            self._group.send(self._staging, chunk.num_bytes, self._timeout_s)
+        except GroupFailed:
+            # The usual reason is the peer's death, which the control connection proves.
+            self._line.await_end(_AFTERMATH_S)
+            raise
+        self._line.is_in_doubt = True
+        self._line.send(Kind.SENT)
+        return None
+
+    def _placed(self) -> str | None:
+        kind, body = self._line.reply(Kind.PLACED, Kind.REJECTED)
+        return body.decode(errors="replace") if kind is Kind.REJECTED else None
