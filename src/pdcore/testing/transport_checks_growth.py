@@ -21,7 +21,7 @@ import attrs
 from pdcore.errors import TransportError
 from pdcore.testing.transport_checks_data import MIB, finish
 from pdcore.testing.transport_harness import Pair, TransportHarness
-from pdcore.testing.transport_watch import Watched, pump
+from pdcore.testing.transport_watch import Watched, pump, settle
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.types import Incarnation
 
@@ -114,8 +114,10 @@ def wrong_incarnation(harness: TransportHarness) -> None:
             refused(pair.sender, stale.encode(), "another incarnation")
             pair.receiver.poll()
 
+        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
         for _ in range(WARM_UP):
             turn()
+        settle(pair.sender, pair.receiver, quiet_s=harness.quiet_s)
         with steady(harness.cycles, pair.sender, pair.receiver):
             for _ in range(harness.cycles):
                 turn()
@@ -130,8 +132,10 @@ def hostile_descriptors(harness: TransportHarness) -> None:
     turns = max(harness.cycles, LEAST_HOSTILE)
     with Pair(harness) as pair:
         good = pair.receiver.transport.descriptor()
+        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
         for turn in range(WARM_UP):
             refused(pair.sender, good[: turn * 8], "a truncated descriptor")
+        settle(pair.sender, pair.receiver, quiet_s=harness.quiet_s)
         with steady(turns, pair.sender, pair.receiver):
             for turn in range(turns):
                 data = _damage(rng, turn, good, pair.receiver.transport.name)
