@@ -45,6 +45,7 @@ _KIND_NAMES: Final = {
     _KIND_WORKER: "worker message",
 }
 _INCARNATION_BYTES: Final = 16
+_OF_LEADER: Final = (m.Submit, m.Abort, m.Stop)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_frame_body = msgspec.msgpack.Decoder(m.Frame).decode
@@ -169,7 +170,7 @@ def encode_link(
     message: m.LeaderMessage | m.WorkerMessage, max_bytes: int = MAX_LINK_BYTES
 ) -> bytes:
     """One message of the leader link, either direction. Raises CodecError over the limit."""
-    kind = _KIND_LEADER if isinstance(message, m.Submit | m.Abort | m.Stop) else _KIND_WORKER
+    kind = _KIND_LEADER if isinstance(message, _OF_LEADER) else _KIND_WORKER
     return _seal(kind, message, max_bytes)
 
 
@@ -195,7 +196,7 @@ def encode_endpoint(endpoint: m.Endpoint) -> bytes:
 def decode_endpoint(data: bytes) -> m.Endpoint:
     """Raises CodecError for malformed bytes and for lists of different length."""
     _limited("endpoint", data, MAX_ENDPOINT_BYTES)
-    endpoint = _decode_body("endpoint", data, _decode_endpoint_body)
+    endpoint = _decode_body("endpoint", memoryview(data), _decode_endpoint_body)
     lengths = {
         "entry_names": len(endpoint.entry_names),
         "regions": len(endpoint.regions),
@@ -227,28 +228,35 @@ def _seal(kind: int, value: m.Frame | m.LeaderMessage | m.WorkerMessage, max_byt
 
 
 def _open(kind: int, data: bytes, max_bytes: int, decode: Callable[[memoryview], T]) -> T:
+    size = len(data)
+    if _HEADER.size <= size <= max_bytes:  # look at the parts only when it is no good one
+        magic, version, found, length = _HEADER.unpack_from(data)
+        is_whole = (magic, found, length) == (_MAGIC, kind, size - _HEADER.size)
+        if is_whole and PROTOCOL_MIN <= version <= PROTOCOL_MAX:
+            return _decode_body(_KIND_NAMES[kind], memoryview(data)[_HEADER.size :], decode)
+    raise _refusal(kind, data, max_bytes)
+
+
+def _refusal(kind: int, data: bytes, max_bytes: int) -> CodecError:
     what = _KIND_NAMES[kind]
     size = len(_limited(what, data, max_bytes))
     if size < _HEADER.size:
-        raise CodecError(f"{what} of {size} bytes is shorter than its {_HEADER.size}-byte header")
+        return CodecError(f"{what} of {size} bytes is shorter than its {_HEADER.size}-byte header")
     magic, version, found, length = _HEADER.unpack_from(data)
     if magic != _MAGIC:
-        raise CodecError(f"{what} starts with {magic!r}, not {_MAGIC!r}: not a pdcore peer")
+        return CodecError(f"{what} starts with {magic!r}, not {_MAGIC!r}: not a pdcore peer")
     if not PROTOCOL_MIN <= version <= PROTOCOL_MAX:
-        raise CodecError(
-            f"{what} of protocol version {version}; "
-            f"this build speaks {PROTOCOL_MIN}..{PROTOCOL_MAX}"
-        )
+        ours = f"{PROTOCOL_MIN}..{PROTOCOL_MAX}"
+        return CodecError(f"{what} of protocol version {version}; this build speaks {ours}")
     if found != kind:
-        raise CodecError(f"{_KIND_NAMES.get(found, f'frame of kind {found}')} where {what} belongs")
-    if length != size - _HEADER.size:
-        raise CodecError(f"{what} announces {length} bytes, {size - _HEADER.size} came")
-    return _decode_body(what, memoryview(data)[_HEADER.size :], decode)
+        theirs = _KIND_NAMES.get(found, f"frame of kind {found}")
+        return CodecError(f"{theirs} where {what} belongs")
+    return CodecError(f"{what} announces {length} bytes, {size - _HEADER.size} came")
 
 
-def _decode_body(what: str, body: bytes | memoryview, decode: Callable[[memoryview], T]) -> T:
+def _decode_body(what: str, body: memoryview, decode: Callable[[memoryview], T]) -> T:
     try:
-        return decode(memoryview(body))
+        return decode(body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise CodecError(f"malformed {what}: {error}") from None
 

@@ -137,7 +137,7 @@ class Cluster:
         if call is not None and call.when() > self.site.loop.time() + MAX_STEP_S * self.slowness:
             call.cancel()  # it waits for a late write only
             call = self._fabric_call = None
-        if call is None and self.site.fabric.pending():
+        if call is None and not self.site.fabric.is_idle:
             self._arm_fabric()
 
     def arm_network(self) -> None:

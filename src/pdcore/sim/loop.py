@@ -35,11 +35,11 @@ class Deadlock(AssertionError):
 class Process:
     """One operating-system process of a simulated world.
 
-    ``tasks`` are its unfinished tasks, oldest first; they are kept here so that nothing
-    depends on when the collector runs. ``host`` is what partitions tell apart.
+    Its tasks are kept here so that nothing depends on when the collector runs. ``host`` is
+    what partitions tell apart.
     """
 
-    __slots__ = ("context", "held", "host", "is_dead", "is_stopped", "name", "tasks")
+    __slots__ = ("_tasks", "context", "held", "host", "is_dead", "is_stopped", "name")
 
     def __init__(self, name: str, host: str = "") -> None:
         self.name = name
@@ -47,9 +47,20 @@ class Process:
         self.is_dead = False
         self.is_stopped = False
         self.held: list[_Call] = []
-        self.tasks: dict[asyncio.Task[object], None] = {}
+        self._tasks: list[asyncio.Task[object]] = []
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[object]]:
+        """Those that are unfinished, oldest first."""
+        self._tasks = [task for task in self._tasks if not task.done()]
+        return list(self._tasks)
+
+    def add_task(self, task: asyncio.Task[object]) -> None:
+        """Looked through when somebody asks: a callback for the end of each would be one of
+        ten that this loop runs."""
+        self._tasks.append(task)
 
     def __repr__(self) -> str:
         state = "dead" if self.is_dead else "stopped" if self.is_stopped else "running"
@@ -110,8 +121,8 @@ class _Calls(asyncio.BaseEventLoop):
         self._count = itertools.count()
         #: What asyncio would log: exceptions that nobody took, with the process's name.
         self.errors: list[str] = []
-        #: Tasks that ended with an exception, and whose they are.
-        self._failed: list[tuple[str, asyncio.Task[object]]] = []
+        #: All tasks since the last look at them, and whose they are.
+        self._made: list[tuple[Process | None, asyncio.Task[object]]] = []
 
     def time(self) -> float:
         return self._now_s
@@ -171,20 +182,12 @@ class _Calls(asyncio.BaseEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """A process keeps its unfinished tasks, so that no collection can end one."""
+        """A process keeps its tasks, so that no collection can end one."""
         task = asyncio.Task(coro, loop=self, context=context)
         process = PROCESS.get() if context is None else context.get(PROCESS, None)
         if process is not None:
-            process.tasks[task] = None
-        owner = "world" if process is None else process.name
-        tasks = {} if process is None else process.tasks
-
-        def ended(done: asyncio.Task[T]) -> None:
-            tasks.pop(done, None)
-            if done._exception is not None:
-                self._failed.append((owner, done))
-
-        task.add_done_callback(ended)
+            process.add_task(task)
+        self._made.append((process, task))
         return task
 
     def run_in_executor(
@@ -231,7 +234,7 @@ class SimLoop(_Calls):
         asyncio._set_running_loop(self)
         self._is_running = True
         try:
-            task = self.create_task(main)
+            task = asyncio.Task(main, loop=self)
             while not task.done():
                 if not self._queue:
                     self._jump()
@@ -260,17 +263,20 @@ class SimLoop(_Calls):
     def _look_for_failures(self) -> None:
         """Add to ``errors`` what tasks ended with and nobody has asked for: asyncio tells of it
         when it forgets the task, which may be kept for as long as its process lives."""
-        failed, self._failed = self._failed, []
-        for owner, task in failed:
-            if task._log_traceback:
+        made, self._made = self._made, []
+        for process, task in made:
+            if not task.done():
+                self._made.append((process, task))
+            elif task._log_traceback:
                 task._log_traceback = False
+                owner = "world" if process is None else process.name
                 self.errors.append(f"{owner}: a task that nobody awaits: {task._exception!r}")
 
     async def bury(self, process: Process) -> None:
         """After the end of a world: unwind what a killed process left on its stacks."""
         process.is_dead = process.is_stopped = False
         for _ in range(100):
-            left = [task for task in process.tasks if not task.done()]
+            left = process.tasks
             if not left:
                 return
             for task in left:

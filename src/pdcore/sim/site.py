@@ -29,6 +29,8 @@ START_S: Final = 1000.0
 UNIX_OFFSET_S: Final = 1_800_000_000.0
 #: Frames of the control network when nothing is wrong, in seconds.
 CALM: Final = FaultPlan(min_delay_s=0.0002, max_delay_s=0.001)
+#: Lines of a trace that are hashed at once.
+HASHED_LINES: Final = 256
 #: One chunk of a write; a block of the simulated model has 128 bytes.
 CHUNK_BYTES: Final = 256
 #: Milliseconds as on a GPU: requests overlap, and nothing takes longer than a fault.
@@ -89,16 +91,24 @@ class Trace:
     def __init__(self, loop: SimLoop, *, is_kept: bool = False) -> None:
         self._loop = loop
         self._hash = hashlib.blake2b(digest_size=16)
+        self._fresh: list[str] = []
         self.lines: list[str] | None = [] if is_kept else None
 
     def __call__(self, what: str, detail: str) -> None:
         line = f"{self._loop.time() - START_S:.6f} {what} {detail}"
-        self._hash.update(line.encode())
+        self._fresh.append(line)
+        if len(self._fresh) >= HASHED_LINES:
+            self._hash_fresh()
         if self.lines is not None:
             self.lines.append(line)
 
     def digest(self) -> str:
+        self._hash_fresh()
         return self._hash.hexdigest()
+
+    def _hash_fresh(self) -> None:
+        self._hash.update("".join(self._fresh).encode())
+        self._fresh.clear()
 
 
 def _simulated(sleep: Callable[[float], None]) -> ModelRunner:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import attrs
-
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
@@ -136,7 +134,10 @@ class LoopbackTransport:
             job = new_job(
                 link,
                 next(self._ids),
-                [attrs.evolve(b, descriptors=b.descriptors.copy()) for b in batches],
+                [
+                    WriteBatch(b.local_region, b.remote_region, b.descriptors.copy())
+                    for b in batches
+                ],
                 plan,
                 lease.lease,
                 notify,
@@ -176,7 +177,8 @@ class LoopbackTransport:
                 self.fabric.run()
             events = endpoint.events
             endpoint.events = []
-            self._jobs = {h: j for h, j in self._jobs.items() if j.status is None}
+            if self._jobs:
+                self._jobs = {h: j for h, j in self._jobs.items() if j.status is None}
             return events
 
     def fileno(self) -> int | None:

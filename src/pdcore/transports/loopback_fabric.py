@@ -127,10 +127,10 @@ class Link:
     open: bool = True
 
     def movable(self) -> bool:
-        faults = self.sender.faults
+        if not self.jobs or self.sender.faults.stopped:
+            return False
         enforced = self.sender.caps.revocation is Revocation.RECEIVER_ENFORCED
-        held = faults.stopped or (enforced and self.receiver.faults.stopped)
-        return bool(self.jobs) and not held
+        return not (enforced and self.receiver.faults.stopped)
 
 
 class Action(NamedTuple):
@@ -193,6 +193,12 @@ class LoopbackFabric:
         """What could happen next; the index of an entry is the argument of ``step``."""
         with self.lock:
             return [action for action, _ in self._actions()]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is pending."""
+        with self.lock:
+            return not self._late and not any(link.outbox or link.movable() for link in self._links)
 
     def step(self, choice: int = 0) -> Action | None:
         """Do one pending action (``choice`` modulo their number); None when there is
@@ -281,6 +287,8 @@ class LoopbackFabric:
     def _actions(self) -> list[tuple[Action, Link | Job]]:
         found: list[tuple[Action, Link | Job]] = []
         for link in self._links:
+            if not link.jobs and not link.outbox:
+                continue
             ends = link.sender.incarnation, link.receiver.incarnation
             if link.movable():
                 found.append((Action("move", *ends, link.jobs[0].handle), link))

@@ -213,3 +213,54 @@ def test_an_exception_of_a_task_that_is_kept_is_told_too() -> None:
 
     loop.run(main())
     assert loop.errors == ["p: a task that nobody awaits: ZeroDivisionError('x')"]
+
+
+def test_what_main_raises_is_not_told_twice() -> None:
+    loop = SimLoop(start_s=0.0)
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        await fail()
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(main())
+    assert loop.errors == []
+
+
+def test_what_nobody_asked_for_is_told_once() -> None:
+    loop = SimLoop(start_s=0.0)
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        task = loop.create_task(fail())
+        await pass_time(1.0)
+        assert task.done()
+
+    loop.run(main())
+    assert loop.errors == ["world: a task that nobody awaits: ZeroDivisionError()"]
+    loop.run(pass_time(1.0))
+    assert len(loop.errors) == 1
+
+
+def test_a_callback_that_raises_leaves_the_others_of_its_turn() -> None:
+    loop = SimLoop(start_s=0.0)
+    seen: list[str] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        loop.call_soon(seen.append, "a")
+        loop.call_soon(fail)
+        loop.call_soon(seen.append, "b")
+        await pass_time(1.0)
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(main())
+    assert seen == ["a"]
+    loop.run(pass_time(0.1))
+    assert seen == ["a", "b"]
