@@ -21,7 +21,8 @@ from transformers import LlamaConfig as HFLlamaConfig
 from transformers import LlamaForCausalLM
 
 from pdcore.engine.hf_model import SafetensorsWeights
-from pdcore.engine.llama import LlamaRunner, map_weights, weights_from_arrays
+from pdcore.engine.llama import LlamaRunner
+from pdcore.engine.llama_model import map_weights, weights_from_arrays
 from pdcore.engine.load import find_embedded_model, load_runner
 from pdcore.engine.weight_cache import cached_weights
 from pdcore.engine.weights import fused, fused_layout

@@ -12,12 +12,18 @@ from typing import Protocol
 
 import attrs
 
+from pdcore.errors import EngineError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.types import Batch, StepOutput
 
 #: ``allocate(size_bytes)`` -> (region id, writable zeroed buffer of that size).
 #: The transport supplies it, so that KV memory is registered from its birth.
 Allocate = Callable[[int], tuple[int, memoryview]]
+
+
+class GroupLost(EngineError):
+    """Another rank of the runner's group died, hangs or gave up in the middle of a step. This
+    runner can never run again: all ranks of the instance must be restarted."""
 
 
 @attrs.frozen
@@ -64,12 +70,15 @@ class ModelRunner(Protocol):
         """Run one step. KV writes are complete (readable by a transport) on return (R123).
 
         Raises EngineError for a batch it cannot run; the batch's requests fail, or only those
-        that it blames (``seq_ids``), and the loop goes on.
+        that it blames (``seq_ids``), and the loop goes on. With several ranks every rank is
+        called with the same batch, returns the same tokens, and raises where another one
+        does; after GroupLost no further step succeeds.
         """
         ...
 
     def warm_up(self) -> None:
-        """Touch what the first request would otherwise pay for. Optional work, cheap."""
+        """Touch what the first request would otherwise pay for. Optional work, cheap. With
+        several ranks a step: all of them must call it."""
         ...
 
     def shutdown(self) -> None:

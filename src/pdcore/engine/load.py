@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import attrs
 
 from pdcore.engine.gguf import GGUFFile
 from pdcore.engine.hf_model import SafetensorsWeights, hf_config
+from pdcore.engine.shard import WHOLE, TensorParallel, check_divides
 from pdcore.engine.tokenizer import Tokenizer
 from pdcore.engine.weight_cache import STORED_DTYPE, cached_weights, file_sha256
 from pdcore.engine.weights import GGUFWeights, LlamaConfig, WeightSource, gguf_config
@@ -122,8 +124,12 @@ def load_runner(
     cache_dir: Path,
     block_size: int = 16,
     max_model_len: int | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> LlamaRunner:
     """A runner for a model path; None is the embedded model.
+
+    ``tensor_parallel``: one rank of a group, every rank of which makes this call in its own
+    process; it returns when all have met. The rank takes its share of the weights only.
 
     ``dtype`` float32 (exact tokens) or bfloat16 (faster). The dequantised weights are
     built once under ``cache_dir`` and mapped by every process. ``max_model_len`` may only
@@ -132,7 +138,7 @@ def load_runner(
     if dtype not in STORED_DTYPE:
         raise EngineError(f"dtype {dtype!r} is not one of {', '.join(STORED_DTYPE)}")
     try:
-        from pdcore.engine import llama
+        from pdcore.engine import llama, llama_model
     except ModuleNotFoundError as exc:
         raise EngineError(
             f"the model engine needs {exc.name}: run `pip install 'pdcore[model]'`"
@@ -146,12 +152,28 @@ def load_runner(
                 "what the model was trained for"
             )
         config = attrs.evolve(config, max_model_len=max_model_len)
+    rank = WHOLE if tensor_parallel is None else tensor_parallel.rank
+    # Before the weights are converted and before the others are waited for.
+    check_divides(config, rank.tp_size)
     file = cached_weights(model.open_weights, config, model.identity, dtype, cache_dir / "weights")
-    return llama.LlamaRunner(
-        config,
-        llama.map_weights(file, dtype),
-        fingerprint=f"llama:{model.identity}:{dtype}",
-        block_size=block_size,
-        num_threads=num_threads,
-        entropy=secrets.randbits(63),
-    )
+    weights = llama_model.shard_weights(config, llama_model.map_weights(file, dtype), rank)
+    fingerprint = f"llama:{model.identity}:{dtype}"
+    with contextlib.ExitStack() as met:
+        collective = None
+        if tensor_parallel is not None:
+            from pdcore.engine import gloo
+
+            identity = f"{fingerprint}, block_size {block_size}, max_model_len {max_model_len}"
+            collective = gloo.connect(tensor_parallel, identity)
+            met.callback(collective.close)
+        runner = llama.LlamaRunner(
+            config,
+            weights,
+            fingerprint=fingerprint,
+            block_size=block_size,
+            num_threads=num_threads,
+            entropy=secrets.randbits(63),
+            collective=collective,
+        )
+        met.pop_all()
+        return runner

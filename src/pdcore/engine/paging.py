@@ -45,7 +45,8 @@ def full_attention_spec(
     tp_size: int = 1,
     tp_rank: int = 0,
 ) -> KVCacheSpec:
-    """Entries ``layers.<i>.k`` and ``layers.<i>.v``; ``num_heads`` KV heads over the group."""
+    """Entries ``layers.<i>.k`` and ``layers.<i>.v``; ``num_heads`` KV heads over the group,
+    of which a rank holds its share, or a copy of one when there are more ranks."""
     return KVCacheSpec(
         tuple(
             KVCacheEntry(
@@ -53,7 +54,7 @@ def full_attention_spec(
                 manager_key=FULL_ATTENTION,
                 dtype=dtype,
                 block_size=block_size,
-                num_heads=num_heads // tp_size,
+                num_heads=max(1, num_heads // tp_size),
                 total_num_heads=num_heads,
                 head_dim=head_dim,
             )

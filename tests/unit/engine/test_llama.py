@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,17 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from pdcore.engine import llama
-from pdcore.engine.llama import LlamaModel, LlamaRunner, map_weights, weights_from_arrays
+from pdcore.engine.llama import LlamaRunner
+from pdcore.engine.llama_model import LlamaModel, weights_from_arrays
 from pdcore.engine.load import EMBEDDED_SHA256, load_runner
-from pdcore.engine.weight_cache import cached_weights
-from pdcore.engine.weights import fused_layout, random_weights, rope_frequencies
+from pdcore.engine.weights import random_weights, rope_frequencies
 from pdcore.errors import EngineError
 from pdcore.testing.runner import CHECKS, check_model_runner
 from pdcore.testing.runner_rig import Rig
 from pdcore.types import Batch, Phase, SamplingParams
 from tests.unit.engine.files import TINY, Float32Array, need_embedded_model
-from tests.unit.engine.test_weight_cache import IDENTITY, Source
 
 WEIGHTS = random_weights(TINY, 1)
 GOLDENS = Path(__file__).resolve().parents[2] / "oracle" / "goldens.json"
@@ -76,20 +73,6 @@ def test_tokens_equal_transformers(smollm2: LlamaRunner) -> None:
     found = rig.generate([golden.prompt for golden in chosen], 12, chunk=16)
     for golden, tokens in zip(chosen, found, strict=True):
         assert tokens == golden.tokens[:12], golden.text
-
-
-def test_rope_tables_grow_with_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made for a few positions first, whatever the file claims; the same numbers later."""
-    weights = weights_from_arrays(WEIGHTS, "float32")
-    whole = LlamaModel(TINY, weights)
-    monkeypatch.setattr(llama, "_ROPE_POSITIONS", 8)
-    grown = LlamaModel(TINY, weights)
-    assert len(grown._cos) == 8
-    for last in (7, 8, 20, TINY.max_model_len - 1):
-        positions = torch.tensor([0, last])
-        for mine, expected in zip(grown.rope(positions), whole.rope(positions), strict=True):
-            assert torch.equal(mine, expected)
-    assert len(grown._cos) == TINY.max_model_len
 
 
 def plain_forward(token_ids: list[int]) -> Float32Array:
@@ -157,33 +140,6 @@ def test_every_kv_byte_matters() -> None:
         output = rig.step(Phase.DECODE, [(seq, n - 1, n)], params)
         base.append((seq.token_ids[-1], (output.logprobs or [None])[0]))
     assert all(base[i] != base[0] for i in range(1, 9))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_views_of_the_shared_file(tmp_path: Path, dtype: str) -> None:
-    """Not held twice: every matrix lies inside the file's mapping, none was copied."""
-    file = cached_weights(Source().open, TINY, IDENTITY, dtype, tmp_path)
-    tensors = map_weights(file, dtype)
-    maps = Path("/proc/self/maps").read_text()
-    spans = [
-        (int(low, 16), int(high, 16))
-        for low, high in re.findall(rf"(\w+)-(\w+) .*{re.escape(str(file.path))}", maps)
-    ]
-    assert spans
-    for tensor in fused_layout(TINY):
-        address = tensors[tensor.name].data_ptr()
-        if not tensor.is_norm:
-            assert any(low <= address < high for low, high in spans), tensor.name
-    rig = Rig(LlamaRunner(TINY, tensors, fingerprint="x"), 16, random.Random(0))
-    expected = Rig(tiny_runner(dtype), 16, random.Random(0)).generate([[1, 2, 3]], 8)
-    assert rig.generate([[1, 2, 3]], 8) == expected
-
-
-def test_the_mapped_file_cannot_be_changed_by_a_worker(tmp_path: Path) -> None:
-    file = cached_weights(Source().open, TINY, IDENTITY, "float32", tmp_path)
-    before = file.path.read_bytes()
-    map_weights(file, "float32")["embed"].zero_()
-    assert file.path.read_bytes() == before
 
 
 def test_a_seed_of_its_own_for_requests_without_one() -> None:
