@@ -29,7 +29,7 @@ from pdcore.testing.transport_watch import Watched
 from pdcore.transports.base import PeerSession, Region, RemoteLease, Revocation, Transport
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
-from pdcore.transports.registry import create, load
+from pdcore.transports.registry import load
 from pdcore.types import Incarnation, LeaseId
 
 #: Longest wait for an answer of a peer process; a hang is a failed check, not a stuck one.
@@ -241,7 +241,8 @@ class LoopbackPeer:
 
 
 class RegistryHarness:
-    """Any transport that :func:`pdcore.transports.registry.create` can make."""
+    """Any transport that has a name in :mod:`pdcore.transports.registry`. Raises ConfigError
+    for an unknown one, and for one that cannot be imported."""
 
     def __init__(
         self, name: str, *, cycles: int = 1000, quiet_s: float = 0.03, **options: object
@@ -250,13 +251,15 @@ class RegistryHarness:
         self.cycles = cycles
         self.quiet_s = quiet_s
         self.options = options
+        # Once: to look through all installed packages takes longer than many a check.
+        self._plugin = load(name)
         self._places: dict[Incarnation, Mapping[str, object]] = {}
 
     def create(self) -> Transport:
-        return create(self.name, Incarnation(os.urandom(16)), **self.options)
+        return self._plugin.create(Incarnation(os.urandom(16)), **self.options)
 
     def peer(self) -> ProcessPeer:
-        return self._peer_at(load(self.name).fixed_address())
+        return self._peer_at(self._plugin.fixed_address())
 
     def successor(self, peer: RemotePeer) -> ProcessPeer:
         return self._peer_at(self._places[peer.incarnation])
