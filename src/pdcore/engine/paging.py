@@ -51,6 +51,7 @@ def full_attention_spec(
         tuple(
             KVCacheEntry(
                 name=f"layers.{layer}.{part}",
+                layer=layer,
                 manager_key=FULL_ATTENTION,
                 dtype=dtype,
                 block_size=block_size,

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -35,13 +35,15 @@ TOLERANCE = 1e-4
 
 
 class RecordingRunner(LlamaRunner):
-    """Keeps the logits from which it chose, one row per sampled token."""
+    """Keeps the logits from which it chose, by sequence id, a row per token."""
 
-    logits: list[Array]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rows: dict[int, list[Array]] = {}
 
     def _choose(self, batch: Batch, wanted: Sequence[int], logits: torch.Tensor) -> Choice:
-        rows = self.__dict__.setdefault("logits", [])
-        rows.extend(logits.numpy().astype(np.float64))
+        for i, row in zip(wanted, logits.numpy().astype(np.float64), strict=True):
+            self.rows.setdefault(batch.seq_ids[i], []).append(row)
         return super()._choose(batch, wanted, logits)
 
 
@@ -114,11 +116,11 @@ def on_ranks(
 
 @attrs.frozen(eq=False)
 class Trace:
-    """``tokens`` by sequence, ``logits`` by sampled token (rank 0 only), ``kv`` by sequence
-    and entry, shape (positions, heads of this rank, head_dim)."""
+    """``tokens`` by sequence; ``logits`` too, a row per token (rank 0 only); ``kv`` by
+    sequence and entry, shape (positions, heads of this rank, head_dim)."""
 
     tokens: list[list[int]]
-    logits: list[Array]
+    logits: list[list[Array]]
     kv: list[list[Array]]
     logprobs: list[object]
 
@@ -163,9 +165,8 @@ def trace(
                 )
             ]
         )
-    recorded = runner.__dict__.get("logits", [])
     runner.shutdown()
-    return Trace(said, recorded, kv, logprobs)
+    return Trace(said, [runner.rows.get(seq.seq_id, []) for seq in seqs], kv, logprobs)
 
 
 def assert_close(found: Array, expected: Array, what: str, tolerance: float = TOLERANCE) -> None:
@@ -184,8 +185,10 @@ def assert_equals_one_rank(
     for rank, part in enumerate(parts):
         assert part.tokens == parts[0].tokens, f"tp_rank {rank} has other tokens than tp_rank 0"
         assert part.logprobs == parts[0].logprobs, f"tp_rank {rank} has other logprobs"
-    for i, (found, expected) in enumerate(zip(parts[0].logits, whole.logits, strict=True)):
-        assert_close(found, expected, f"logits of token {i}", tolerance)
+    for seq, rows in enumerate(whole.logits):
+        for i, (found, expected) in enumerate(zip(parts[0].logits[seq], rows, strict=True)):
+            assert_close(found, expected, f"logits of token {i} of sequence {seq}", tolerance)
+    assert not any(row for part in parts[1:] for row in part.logits), "only rank 0 needs logits"
     held = max(1, config.num_kv_heads // tp_size)
     for rank, part in enumerate(parts):
         first = rank * config.num_kv_heads // tp_size

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdcore.engine.paging import PagedLimits, batch_slots, full_attention_spec, side_by_side
 from pdcore.errors import EngineError
+from pdcore.kv.layout import resharded
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec
 from pdcore.types import Batch, Phase, SamplingParams
 
@@ -90,6 +91,27 @@ def test_spec_counts_heads_per_rank_and_in_total() -> None:
     )
     names = ["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"]
     assert [entry.name for entry in whole.entries] == names
+    assert [entry.layer for entry in whole.entries] == [0, 0, 1, 1]
+    assert whole.num_layers == 2
     assert part.entries[0].item_len * 3 == whole.entries[0].item_len
     assert (part.entries[0].num_heads, part.entries[0].total_num_heads) == (2, 6)
     assert part.digest() == whole.digest()
+
+
+def test_more_ranks_than_heads_hold_copies() -> None:
+    """R80: the same spec that the layout's own rule gives; the total stays the model's."""
+    for tp_size in (1, 2, 4, 8):
+        specs = [
+            full_attention_spec(
+                num_layers=1,
+                dtype="float32",
+                block_size=4,
+                num_heads=4,
+                head_dim=8,
+                tp_size=size,
+                tp_rank=size - 1,
+            )
+            for size in (1, tp_size)
+        ]
+        assert resharded(specs[0], tp_size, tp_size - 1) == specs[1]
+        assert specs[1].entries[0].num_heads == max(1, 4 // tp_size)
