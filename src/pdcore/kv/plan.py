@@ -50,6 +50,9 @@ Int64Array = NDArray[np.int64]
 Share = tuple[int, int]
 WHOLE: Final[Share] = (0, 1)
 
+#: Up to so many byte ranges are merged one after the other: that is cheaper than arrays.
+_FEW: Final = 128
+
 
 @attrs.frozen(eq=False)
 class WriteBatch:
@@ -198,11 +201,47 @@ def lease_ranges(
 
     Raises IncompatibleError for a missing manager key or an id outside the pool.
     """
-    found: dict[int, list[Int64Array]] = {}
-    real: dict[str, Int64Array] = {}
     for key in spec.block_sizes:
         if key not in block_ids:
             raise IncompatibleError(f"block ids: none for manager key {key!r}")
+    num_spans = sum(len(block_ids[entry.manager_key]) for entry in spec.entries)
+    merge = _merge_few if num_spans <= _FEW else _merge_many
+    return merge(placement, spec, block_ids)
+
+
+def _merge_few(
+    placement: KVPlacement, spec: KVCacheSpec, block_ids: Mapping[str, Sequence[int]]
+) -> dict[int, Int64Array]:
+    """:func:`_merge_many` for a short request: one array instead of twenty."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for key in spec.block_sizes:
+        if ids := block_ids[key]:
+            _check_ids(key, min(ids), max(ids), placement.num_blocks)
+    for i, entry in enumerate(spec.entries):
+        first, stride, width = placement.offsets[i], placement.block_strides[i], entry.item_len
+        starts = [first + b * stride for b in block_ids[entry.manager_key] if b != NULL_BLOCK]
+        spans = found.setdefault(placement.regions[i], [])
+        spans += [(start, start + width) for start in starts]
+    ranges: dict[int, Int64Array] = {}
+    for region, spans in found.items():
+        merged: list[list[int]] = []
+        for start, end in sorted(spans):
+            if not merged or start > merged[-1][1]:
+                merged.append([start, end])
+            elif end > merged[-1][1]:
+                merged[-1][1] = end
+        if merged:
+            ranges[region] = np.array(merged, np.int64)
+    return ranges
+
+
+def _merge_many(
+    placement: KVPlacement, spec: KVCacheSpec, block_ids: Mapping[str, Sequence[int]]
+) -> dict[int, Int64Array]:
+    """See :func:`lease_ranges`."""
+    found: dict[int, list[Int64Array]] = {}
+    real: dict[str, Int64Array] = {}
+    for key in spec.block_sizes:
         ids = _real_ids(key, block_ids[key], placement.num_blocks)
         real[key] = ids[ids != NULL_BLOCK]
     for i, entry in enumerate(spec.entries):
@@ -270,11 +309,17 @@ def _match(
 
 def _real_ids(key: str, ids: Sequence[int], num_blocks: int) -> Int64Array:
     array = np.asarray(ids, np.int64)
-    if len(array) and (array.min() < 0 or array.max() >= num_blocks):
-        raise IncompatibleError(
-            f"{key}: block ids {array.min()}..{array.max()} are outside a pool of {num_blocks}"
-        )
+    if len(array):
+        low, high = np.minimum.reduce(array), np.maximum.reduce(array)
+        _check_ids(key, int(low), int(high), num_blocks)
     return array
+
+
+def _check_ids(key: str, low: int, high: int, num_blocks: int) -> None:
+    if low < 0 or high >= num_blocks:
+        raise IncompatibleError(
+            f"{key}: block ids {low}..{high} are outside a pool of {num_blocks}"
+        )
 
 
 def _token_range(
@@ -307,24 +352,26 @@ def _shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int,
 
 
 def _check_once(key: str, dst: Int64Array) -> None:
-    real = dst[dst != NULL_BLOCK]
-    if len(np.unique(real)) != len(real):
+    ordered = np.sort(dst[dst != NULL_BLOCK])
+    if np.count_nonzero(ordered[1:] == ordered[:-1]):
         raise IncompatibleError(f"{key}: decode lists one block twice")
 
 
 def _write_blocks(key: str, group: _Group, src: Int64Array, dst: Int64Array) -> list[WriteBatch]:
-    missing = np.flatnonzero((dst != NULL_BLOCK) & (src == NULL_BLOCK))
-    if len(missing):
-        raise IncompatibleError(
-            f"{key}: decode needs the block at position {missing[0]}, prefill has dropped it"
-        )
     real = dst != NULL_BLOCK
-    src, dst = src[real], dst[real]
+    missing = real & (src == NULL_BLOCK)
+    if np.count_nonzero(missing):
+        raise IncompatibleError(
+            f"{key}: decode needs the block at position {int(np.argmax(missing))}, prefill has "
+            "dropped it"
+        )
+    if np.count_nonzero(real) < len(real):
+        src, dst = src[real], dst[real]
     if not len(src):
         return []
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate((np.zeros(1, np.int64), breaks))
-    runs = src[starts], dst[starts], np.diff(np.append(starts, len(src)))
+    breaks = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
+    starts = np.concatenate(([0], breaks.nonzero()[0] + 1, [len(src)]))
+    runs = src[starts[:-1]], dst[starts[:-1]], starts[1:] - starts[:-1]
     return [
         WriteBatch(
             *regions, np.concatenate([expand_blocks(piece, src, dst, runs) for piece in pieces])

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pdcore.errors import InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
 from pdcore.server.pending import Refused
+from pdcore.server.within import Within
 from pdcore.types import Failure
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -94,7 +95,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     size = 0
     try:
         # The first part too: a client may send a head and then nothing.
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        with Within(asyncio.get_running_loop().time() + BODY_TIMEOUT_S):
             while size <= limit_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -123,7 +124,7 @@ def bounded_send(send: Send, remaining_s: float) -> Send:
 
     async def bounded(message: Message) -> None:
         try:
-            async with asyncio.timeout_at(max(until_s, loop.time() + LAST_SEND_S)):
+            with Within(max(until_s, loop.time() + LAST_SEND_S)):
                 await send(message)
         except TimeoutError:
             raise ClientGone("the client does not read its answer") from None

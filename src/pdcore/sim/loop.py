@@ -224,9 +224,8 @@ class SimLoop(_Calls):
     def __init__(self, shuffle: random.Random | None = None, *, start_s: float = 1000.0) -> None:
         super().__init__(start_s)
         self._shuffle = shuffle
+        #: Callbacks since time moved last.
         self._num_at_once = 0
-        #: Callbacks run so far.
-        self.num_calls = 0
 
     def run(self, main: Coroutine[object, object, T]) -> T:
         """Raises Deadlock when nothing is left to do, and what a callback raised. Afterwards
@@ -235,10 +234,7 @@ class SimLoop(_Calls):
         self._is_running = True
         try:
             task = asyncio.Task(main, loop=self)
-            while not task.done():
-                if not self._queue:
-                    self._jump()
-                self._turn()
+            self._turn_until(task)
         finally:
             self._look_for_failures()
             self._is_running = False
@@ -283,8 +279,39 @@ class SimLoop(_Calls):
                 task.cancel()
             await asyncio.wait(left, timeout=1.0)
 
+    def _turn_until(self, task: asyncio.Task[T]) -> None:
+        """Run what is ready, turn by turn; where nothing is, time jumps to the next timer."""
+        timers, shuffle = self._timers, self._shuffle
+        while not task.done():
+            ready, self._queue = self._queue, []
+            if not ready:
+                self._jump()
+            while timers and timers[0][0] <= self._now_s:
+                call = heappop(timers)[2]
+                if call.function is not None:
+                    ready.append(call)
+            turn = len(ready)
+            if shuffle is not None and turn > 1:
+                ready = _shuffled(ready, shuffle)
+            self._num_at_once += turn
+            if self._num_at_once > MAX_CALLS_AT_ONCE:
+                raise Deadlock(f"time stands still at {self._now_s:.6f} s: somebody never sleeps")
+            left = iter(ready)
+            try:
+                for call in left:
+                    if (function := call.function) is None:
+                        continue
+                    process = call.process
+                    if process is None or not (process.is_dead or process.is_stopped):
+                        call.place.run(function, *call.parameters)
+                    elif not process.is_dead:
+                        process.held.append(call)
+            except BaseException:
+                self._queue[:0] = left
+                raise
+
     def _jump(self) -> None:
-        """Nothing is ready: go on at the time of the next timer."""
+        """Go on at the time of the next timer."""
         timers = self._timers
         while timers and timers[0][2].function is None:
             heappop(timers)
@@ -293,36 +320,6 @@ class SimLoop(_Calls):
         if timers[0][0] > self._now_s:
             self._now_s = timers[0][0]
             self._num_at_once = 0
-
-    def _turn(self) -> None:
-        """Run what is ready now."""
-        timers, now_s = self._timers, self._now_s
-        ready, self._queue = self._queue, []
-        while timers and timers[0][0] <= now_s:
-            call = heappop(timers)[2]
-            if call.function is not None:
-                ready.append(call)
-        turn = len(ready)
-        if turn > 1 and self._shuffle is not None:
-            ready = _shuffled(ready, self._shuffle)
-        self.num_calls += turn
-        self._num_at_once += turn
-        if self._num_at_once > MAX_CALLS_AT_ONCE:
-            raise Deadlock(f"time stands still at {now_s:.6f} s: somebody never sleeps")
-        left = iter(ready)
-        try:
-            for call in left:
-                function = call.function
-                if function is None:
-                    continue
-                process = call.process
-                if process is None or not (process.is_dead or process.is_stopped):
-                    call.place.run(function, *call.parameters)
-                elif not process.is_dead:
-                    process.held.append(call)
-        except BaseException:
-            self._queue[:0] = left
-            raise
 
 
 async def pass_time(seconds: float) -> None:

@@ -733,6 +733,20 @@ def test_lease_ranges_are_sorted_disjoint_and_merged() -> None:
         lease_ranges(place, spec, {"full": [10]})
 
 
+@given(blocks=st.lists(st.integers(0, 9), max_size=12), per_region=st.booleans())
+def test_few_and_many_blocks_give_the_same_ranges(blocks: list[int], per_region: bool) -> None:
+    spec = gqa(1, layers=2)
+    place, _ = place_entries(spec, 10)
+    if per_region:
+        place = attrs.evolve(place, regions=tuple(range(len(spec.entries))))
+    few = lease_ranges(place, spec, {"full": blocks})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdcore.kv.plan._FEW", -1)
+        many = lease_ranges(place, spec, {"full": blocks})
+    assert {r: a.tolist() for r, a in few.items()} == {r: a.tolist() for r, a in many.items()}
+    assert all(a.dtype == np.int64 and a.ndim == 2 for a in few.values())
+
+
 def test_planning_is_fast() -> None:
     """60 entries x 64 fragmented blocks take about 0.5 ms; 20 ms would be another
     algorithm, whatever else this machine does."""
