@@ -14,11 +14,15 @@ from tests.meta.source import ROOT
 
 DOCS = ROOT / "docs"
 EXAMPLE = ROOT / "examples" / "own_runner.py"
-PIECE = "<!-- piece of examples/own_runner.py -->\n"
+#: Pages that show an example in pieces, all of it.
+WALKTHROUGHS = {
+    "tutorial": "examples/own_runner.py",
+    "your-transport": "examples/own_transport/files_transport.py",
+}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PIECES = re.compile(re.escape(PIECE) + r"```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PIECES = re.compile(r"<!-- piece of (\S+) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Pages whose Python is a whole, run block after block; the tutorial's pieces run as a file.
-RUNNABLE = ("library", "operations", "testing", "transports", "tutorial")
+RUNNABLE = ("library", "operations", "testing", "transports", "tutorial", "your-transport")
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
@@ -56,21 +60,25 @@ def test_the_python_of_a_page_runs(name: str, monkeypatch: pytest.MonkeyPatch) -
     sys.modules.pop(EXAMPLE.stem, None)
 
 
-def check_walkthrough(text: str) -> None:
+def check_walkthrough(text: str, example: str) -> None:
     """The pieces, in order, are the whole example: nothing is shown that is not run."""
-    shown = [line for piece in PIECES.findall(text) for line in piece.splitlines() if line]
-    source = EXAMPLE.read_text(encoding="utf-8")
+    pieces = PIECES.findall(text)
+    assert {path for path, _ in pieces} == {example}
+    shown = [line for _, piece in pieces for line in piece.splitlines() if line]
+    source = (ROOT / example).read_text(encoding="utf-8")
     assert shown == [line for line in source.splitlines() if line]
 
 
-def test_the_tutorial_shows_the_example_as_it_runs() -> None:
-    check_walkthrough((DOCS / "tutorial.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("page", "example"), WALKTHROUGHS.items())
+def test_a_page_shows_the_example_as_it_runs(page: str, example: str) -> None:
+    check_walkthrough((DOCS / f"{page}.md").read_text(encoding="utf-8"), example)
 
 
 def test_a_piece_that_has_drifted_is_found() -> None:
     text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    drifted = text.replace("WorkerThread(prefill)", "WorkerThread(other)")
     with pytest.raises(AssertionError):
-        check_walkthrough(text.replace("WorkerThread(prefill)", "WorkerThread(other)"))
+        check_walkthrough(drifted, WALKTHROUGHS["tutorial"])
 
 
 def test_metrics_in_the_page_exist() -> None:

@@ -69,7 +69,7 @@ class Check:
 
 
 #: Where a check's rule comes from: the guarantee is told apart from what is shown.
-_SOURCE: Final = re.compile(r"^(?:G\d|[Pp]ublic report|Rule)[^:]*: ")
+_SOURCE: Final = re.compile(r"^(?:[DG]\d|[Pp]ublic report|Rule)[^:]*: ")
 
 
 @attrs.frozen

@@ -284,7 +284,8 @@ def waits_less(*watched: Watched, **options: object) -> None:
 def test_the_suite_catches(
     cls: type[LoopbackTransport], caught_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutants, one broken promise each: the check named for it fails, and passes without."""
+    """Mutants, one broken promise each: the check named for it fails, and passes without. D23:
+    one queue for all is one of them."""
     with monkeypatch.context() as patch:
         impatient(patch)
         report = run_conformance(Broken(cls, Revocation.SENDER_ACK), only=[caught_by])
