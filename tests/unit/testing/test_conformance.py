@@ -205,6 +205,18 @@ class ForgetsTheDead(LoopbackTransport):
         ]
 
 
+class CallsItDone(LoopbackTransport):
+    """What the receiver did not take is called a success."""
+
+    def poll(self) -> list[TransportEvent]:
+        return [
+            attrs.evolve(event, status=HandleStatus.DONE)
+            if isinstance(event, Completion)
+            else event
+            for event in super().poll()
+        ]
+
+
 class Reconnects(LoopbackTransport):
     """What is at the address will do, whichever life it is."""
 
@@ -304,6 +316,16 @@ def test_growth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     for fd in opened:
         os.close(fd)
     assert set(report.failed) == {"cycles_without_growth"}
+
+
+def test_a_success_without_its_bytes_is_caught() -> None:
+    """G2 where the receiver enforces leases: what it dropped has failed."""
+    report = run_conformance(
+        Broken(CallsItDone, Revocation.RECEIVER_ENFORCED), only=["revoke_ends_writes"]
+    )
+    assert "DONE of which bytes are missing" in report.failed["revoke_ends_writes"]
+    good = Broken(LoopbackTransport, Revocation.RECEIVER_ENFORCED)
+    assert run_conformance(good, only=["revoke_ends_writes"]).ok
 
 
 @linux
