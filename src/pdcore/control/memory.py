@@ -204,20 +204,23 @@ class MemoryNetwork:
             self.counters.num_refused += 1
             return False
         self.counters.num_sent += 1
-        if self._random.random() < self.faults.drop:
+        chance = self._random.random
+        if chance() < self.faults.drop:
             self.counters.num_dropped += 1
             return True
         self._launch(sender, to, frame)
-        if self._random.random() < self.faults.duplicate:
+        if chance() < self.faults.duplicate:
             self.counters.num_duplicated += 1
             self._launch(sender, to, frame)
         return True
 
     def _launch(self, sender: str, to: str, frame: bytes) -> int:
-        delay_s = self._random.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
+        faults, chance = self.faults, self._random.random
+        # As random.uniform draws it.
+        delay_s = faults.min_delay_s + (faults.max_delay_s - faults.min_delay_s) * chance()
         due_s = self._clock.monotonic() + delay_s
         pair = (sender, to)
-        if self._random.random() >= self.faults.reorder:
+        if chance() >= faults.reorder:
             due_s = max(due_s, self._last_due_s.get(pair, due_s))
             self._last_due_s[pair] = due_s
         return self._air.add(due_s, sender, to, frame)
@@ -259,6 +262,8 @@ class MemoryChannel:
             return []
         if not self._network._manual:
             self._network.deliver_due()
+        if not self.inbox:
+            return []
         return [self.inbox.popleft() for _ in range(min(limit, len(self.inbox)))]
 
     def fileno(self) -> int | None:

@@ -51,7 +51,11 @@ def _sums(tokens: Sequence[int], start: int, first: int) -> list[int]:
     if len(tokens) < _FEW:
         sums = []
         for position, token in enumerate(tokens, first):
-            start = (start + hash_token(token, position)) & _MASK
+            # hash_token, without two calls for each token of every step.
+            mixed = (token + (position + 1) * GOLDEN) & _MASK
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+            start = (start + (mixed ^ (mixed >> 31))) & _MASK
             sums.append(start)
         return sums
     positions = np.arange(first, first + len(tokens), dtype=np.uint64)

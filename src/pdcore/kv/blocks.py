@@ -137,23 +137,19 @@ class BlockPool:
         return recount
 
     def _move(self, ids: Sequence[int], sources: tuple[int, ...], target: int, verb: str) -> int:
-        state = self._state
+        state, size, counts = self._state, self.num_blocks, self._counts
+        moved = [block for block in ids if block != NULL_BLOCK]
         before: list[int] = []
-        moved: list[int] = []
-        for block in ids:
-            if block == NULL_BLOCK:
-                continue
-            if not 0 < block < self.num_blocks or state[block] not in sources:
-                for done, old in zip(moved, before, strict=True):
+        for block in moved:
+            if not 0 < block < size or state[block] not in sources:
+                for done, old in zip(moved, before, strict=False):
                     state[done] = old
-                what = _NAMES[state[block]] if 0 < block < self.num_blocks else "out of range"
+                what = _NAMES[state[block]] if 0 < block < size else "out of range"
                 raise OwnershipError(f"cannot {verb} block {block}: it is {what}")
             before.append(state[block])
-            moved.append(block)
             state[block] = target
-        counts = self._counts
-        for old in before:
-            counts[old] -= 1
+        for source in sources:
+            counts[source] -= before.count(source)
         counts[target] += len(moved)
         if target == FREE:
             self._free.extend(moved)

@@ -89,6 +89,8 @@ class Dispatcher:
         self._timers = timers
         self._on_kill = on_kill
         self._pending: dict[RoomKey, Pending] = {}
+        #: How many of them each rank has.
+        self._load: Counter[int] = Counter()
         self._rooms: dict[int, int] = {}
         self._aborts = AbortTable(
             link,
@@ -113,8 +115,7 @@ class Dispatcher:
         was not sent.
         """
         self._check(request)
-        load = Counter(p.to_rank for p in self._pending.values())
-        rank = self.workers.route(dp_rank, lambda rank: load[rank])
+        rank = self.workers.route(dp_rank, self._load.__getitem__)
         try:
             is_sent = self._link.send(rank, submit_message(request))
         except CodecError as error:
@@ -125,6 +126,7 @@ class Dispatcher:
             raise Refused(failure("unavailable", why))
         pending = Pending(request, rank, self._clock.monotonic())
         self._pending[request.key] = pending
+        self._load[rank] += 1
         self._rooms[request.key.room] = request.key.attempt
         pending.timer = call_later(
             self._timers,
@@ -181,7 +183,9 @@ class Dispatcher:
 
     def on_message(self, rank: int, message: WorkerMessage) -> None:
         """One message of a worker. What fits no request is counted and changes nothing."""
-        if isinstance(message, WorkerHealth):
+        if isinstance(message, Tokens):
+            self.counters["late_results"] += _add_tokens(self._pending, rank, message)
+        elif isinstance(message, WorkerHealth):
             self.workers.report(message, self._clock.monotonic())
         elif isinstance(message, WorkerReady):
             try:
@@ -190,8 +194,6 @@ class Dispatcher:
                 self.counters["foreign_workers"] += 1
         elif isinstance(message, Aborted):
             self._aborts.resolve(message.key, message.applied)
-        elif isinstance(message, Tokens):
-            self.counters["late_results"] += _add_tokens(self._pending, rank, message)
         else:
             pending = self._pending.get(message.key)
             if pending is None or pending.to_rank != rank:
@@ -276,6 +278,7 @@ class Dispatcher:
     def _finish(self, pending: Pending, ended: Ended) -> None:
         key = pending.key
         del self._pending[key]
+        self._load[pending.to_rank] -= 1
         if self._rooms.get(key.room) == key.attempt:
             del self._rooms[key.room]
         if pending.timer is not None:

@@ -135,7 +135,7 @@ class WorkerRegistry:
             raise Refused(failure(code, "; ".join(self.problems()) or self.state.value))
         if dp_rank is None:
             leaders = range(0, self.world_size, self._group)
-            rank = min(leaders, key=lambda r: (load_of(r), r))
+            rank = 0 if len(leaders) == 1 else min(leaders, key=lambda r: (load_of(r), r))
         elif 0 <= dp_rank < self.dp_size:
             rank = dp_rank * self._group
         else:

@@ -290,8 +290,11 @@ class WireClient:
 
     async def _connect(self, origin: Origin, connect_s: float) -> Listener:
         wire = self._wire
-        until_s = wire.loop.time() + connect_s
-        await asyncio.sleep(wire.delay_s())
+        now_s = wire.loop.time()
+        until_s = now_s + connect_s
+        arrived: asyncio.Future[None] = asyncio.Future(loop=wire.loop)
+        wire.loop.call_at(now_s + wire.delay_s(), _resolve, arrived)
+        await arrived
         listener = wire.listeners.get(origin)
         if listener is None:
             raise ConnectFailed(f"cannot connect to {origin.netloc}: connection refused")
