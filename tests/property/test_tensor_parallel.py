@@ -30,6 +30,8 @@ from tests.unit.engine.ranks import (
 
 VOCAB = 67
 MAX_PROMPT = 40
+#: One is up to seven runners: at length a thousand of them are some minutes already.
+EXAMPLES = min(1000, max(10, settings.default.max_examples // 2))
 
 
 @attrs.frozen
@@ -107,7 +109,7 @@ def check_greedy_tokens(found: Sequence[Sequence[int]], whole: Trace) -> None:
             assert token == best or lead <= 2 * TOLERANCE * np.abs(row).max()
 
 
-@settings(max_examples=max(10, settings.default.max_examples // 2))
+@settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_greedy(case: Case) -> None:
     whole = run_whole(case, SamplingParams())
@@ -116,7 +118,7 @@ def test_greedy(case: Case) -> None:
     check_greedy_tokens(parts[0].tokens, whole)
 
 
-@settings(max_examples=max(10, settings.default.max_examples // 2))
+@settings(max_examples=EXAMPLES)
 @given(
     case=cases(),
     temperature=st.sampled_from([0.0, 0.5, 3.0]),
