@@ -55,3 +55,29 @@ def test_shm_again_and_again(check: str) -> None:
     """What depends on the moment of a signal, ten times."""
     for _ in range(10):
         passes(run_conformance(RegistryHarness("shm"), only=[check]))
+
+
+SOCKETS = {
+    "unix": {"families": ["unix"]},
+    "tcp": {"families": ["tcp"]},
+    "tcp, IPv6": {"families": ["tcp"], "host": "::1"},
+    "tcp, with a secret": {"families": ["tcp"], "secret": "a secret of enough bytes"},
+}
+
+
+@linux
+@pytest.mark.parametrize("kind", SOCKETS)
+def test_socket(kind: str) -> None:
+    if "IPv6" in kind and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this host has no IPv6")
+    options: dict[str, object] = {**SOCKETS[kind]}
+    passes(run_conformance(RegistryHarness("socket", cycles=1000, **options)), f"socket, {kind}")
+
+
+@linux
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+@pytest.mark.parametrize("check", ["sender_killed", "receiver_killed", "revoke_ends_writes"])
+def test_socket_again_and_again(check: str, family: str) -> None:
+    """What depends on the moment of a signal, or of a revoke, ten times."""
+    for _ in range(10):
+        passes(run_conformance(RegistryHarness("socket", families=[family]), only=[check]))

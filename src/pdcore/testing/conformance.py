@@ -48,6 +48,14 @@ MINIMUM_CAPS: Final[dict[str, dict[str, Collection[object]]]] = {
         "detects_peer_death": (True,),
         "death_fences": (True,),
     },
+    "socket": {
+        "one_sided": (True,),
+        "native_notify": (True,),
+        "revocation": (Revocation.RECEIVER_ENFORCED,),
+        "submit_blocks": (False,),
+        "detects_peer_death": (True,),
+        "death_fences": (True,),
+    },
 }
 
 

@@ -111,7 +111,7 @@ def _blocks(
 
 
 def _slices(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:
-    start, into, width = _cut(pieces, chunk_bytes)
+    start, into, width = cut_pieces(pieces, chunk_bytes)
     done = np.cumsum(width)
     # Steps end where the next row would exceed the chunk; a row is never longer than one.
     step_of = (done - 1) // chunk_bytes
@@ -125,8 +125,9 @@ def _slices(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int
         at, copied = end, int(done[end - 1])
 
 
-def _cut(pieces: Int64Array, chunk_bytes: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Local offset, remote offset and bytes of rows no longer than a chunk."""
+def cut_pieces(pieces: Int64Array, chunk_bytes: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Local offset, remote offset and bytes of rows no longer than a chunk; ``pieces`` (n, 6)
+    of one row each."""
     width = pieces[:, ROW_BYTES]
     parts = -(-width // chunk_bytes)
     if parts.max() == 1:

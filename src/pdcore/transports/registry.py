@@ -29,6 +29,7 @@ AUTO_ORDER: Final = ("shm",)
 _BUILT_IN: Final[dict[str, str]] = {
     "loopback": "pdcore.transports.loopback",
     "shm": "pdcore.transports.shm",
+    "socket": "pdcore.transports.socket",
 }
 
 

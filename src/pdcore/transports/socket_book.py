@@ -1,0 +1,147 @@
+"""How the connections of a socket transport end, and what an end means.
+
+The end of a connection ends its transfers, but says little about the peer:
+
+- a BYE on the last connection of a life, or a pidfd, says that it is over (PeerDied);
+- the end of the stream, read by us, says that the *receiver* reads nothing more of it: its
+  transfers are quiesced. So does an error between processes of one host, whose kernel knows;
+- any other error (a time-out, a reset by something on the way) leaves open whether bytes
+  that are on their way still land. What was begun is then a debt (socket_debts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+
+from pdcore.transports.base import PeerDied
+from pdcore.transports.socket_address import Origin
+from pdcore.transports.socket_bell import Inbox
+from pdcore.transports.socket_debts import Debts
+from pdcore.transports.socket_incoming import Incoming
+from pdcore.transports.socket_links import Link, Told
+from pdcore.transports.socket_outgoing import Outgoing
+from pdcore.transports.socket_poller import Poller
+from pdcore.transports.socket_table import LinkTable
+from pdcore.transports.socket_witness import Witness
+from pdcore.types import Incarnation
+
+
+class LinkEnd(enum.Enum):
+    """What ended a connection."""
+
+    #: The peer has closed it, and we have read everything it said.
+    STREAM = "stream"
+    #: An error that the kernel reports.
+    ERROR = "error"
+    #: We close it; the peer may still read what is on its way.
+    OURS = "ours"
+
+
+class Book:
+    """Used by the transport's thread only."""
+
+    def __init__(self, here: Origin, poller: Poller, inbox: Inbox[Told]) -> None:
+        self.links = LinkTable(poller, inbox)
+        self.debts = Debts(inbox.put)
+        self._here = here
+        self._poller = poller
+        self._inbox = inbox
+        self._witness = Witness()
+        #: Lives that said BYE on one of their connections.
+        self._leaving: set[Incarnation] = set()
+
+    def tell(self, *told: Told) -> None:
+        self._inbox.put(*told)
+
+    def watch(self, link: Link, pidfd: int) -> None:
+        """Be told of the death of its process; -1: it cannot be seen from here."""
+        if pidfd >= 0 and link.origin is not None:
+            new = self._witness.watch(link.origin.process, link.incarnation, pidfd)
+            if new is not None:
+                self._poller.want(new, read=True, write=False)
+
+    def give_up(self, link: Link, why: str, *, fenced: bool) -> None:
+        """No session may use it any more; its transfers end. The connection stays."""
+        link.is_open = False
+        if isinstance(link.half, Outgoing):
+            ended = link.half.give_up(why, fenced=fenced)
+            link.owed += [one for one in ended if not one.quiesced]
+            self.tell(*ended)
+
+    def mute(self, link: Link) -> None:
+        """Send nothing more, and read on: what the peer said before it closed still counts,
+        and only the end of its stream says that it reads nothing more of ours."""
+        link.is_mute = True
+        link.out.clear()
+        with contextlib.suppress(OSError):
+            link.sock.shutdown(socket.SHUT_WR)
+
+    def end(self, link: Link, why: str, end: LinkEnd = LinkEnd.OURS) -> None:
+        """The connection is over. Idempotent."""
+        if not self.links.remove(link):
+            return
+        is_local = link.origin is not None and link.origin.boot_id == self._here.boot_id
+        fenced = end is LinkEnd.STREAM or (end is LinkEnd.ERROR and is_local)
+        self.give_up(link, why, fenced=fenced)
+        if fenced:
+            self.debts.pay(link.owed)
+        else:
+            self.debts.owe(link.incarnation, link.number, link.owed)
+        self._bid_farewell(link.incarnation)
+
+    def said_bye(self, link: Link) -> None:
+        self._leaving.add(link.incarnation)
+        self.end(link, "the peer closed its transport", LinkEnd.STREAM)
+
+    def supersede(self, incarnation: Incarnation, oldest: int) -> None:
+        """That life says that its sessions below ``oldest`` are over: place nothing more of
+        them, from now on."""
+        for link in self.links:
+            is_theirs = isinstance(link.half, Incoming) and link.incarnation == incarnation
+            if is_theirs and link.number < oldest:
+                self.end(link, "superseded by a newer session")
+
+    def died(self, pidfd: int) -> bool:
+        """A watched process is dead: nothing of it is placed any more, not even what it had
+        sent. False when ``pidfd`` is not one."""
+        if not self._witness.is_watched(pidfd):
+            return False
+        self._poller.forget(pidfd)
+        for incarnation in self._witness.bury(pidfd):
+            self.bury(incarnation, "its process is dead")
+        return True
+
+    def bury(self, incarnation: Incarnation, why: str) -> None:
+        """That life is over, by proof."""
+        self._leaving.discard(incarnation)
+        for link in self.links:
+            if link.incarnation == incarnation:
+                self.end(link, why, LinkEnd.STREAM)
+        self.debts.settle(incarnation, None)
+        self.tell(PeerDied(incarnation, fenced=True, detail=why))
+
+    def close(self) -> None:
+        """Close what is left, without a word."""
+        for link in self.links:
+            self.end(link, "closed")
+        self._witness.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the parent's descriptors."""
+        for link in self.links:
+            link.sock.close()
+        self._witness.close()
+
+    def _bid_farewell(self, incarnation: Incarnation) -> None:
+        """A life that said BYE is over with its last connection."""
+        if incarnation not in self._leaving:
+            return
+        if any(link.incarnation == incarnation for link in self.links):
+            return
+        for pidfd in self._witness.forget(incarnation):
+            self._poller.forget(pidfd)
+            os.close(pidfd)
+        self.bury(incarnation, "it closed its transport")

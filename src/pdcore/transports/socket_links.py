@@ -1,0 +1,77 @@
+"""One connection of the socket transport, and what its thread tells the owner about it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from typing import Final
+
+import attrs
+
+from pdcore.transports.base import PeerDied
+from pdcore.transports.socket_address import Origin
+from pdcore.transports.socket_greeting import Greeting
+from pdcore.transports.socket_incoming import Incoming
+from pdcore.transports.socket_outgoing import Ended, Outgoing
+from pdcore.transports.socket_reader import FrameReader
+from pdcore.transports.socket_vector import Vector
+from pdcore.types import UNKNOWN_INCARNATION, Incarnation, LeaseId
+
+#: Answers that a sender has not read; nothing more is read from it until it does.
+MAX_REPLIES: Final = 1024
+
+
+@attrs.frozen
+class NoteCame:
+    """A notification; it wakes nobody once its lease is over."""
+
+    incarnation: Incarnation
+    lease: LeaseId
+    payload: bytes
+
+
+Told = Ended | NoteCame | PeerDied
+
+
+@attrs.define(eq=False)
+class Link:
+    """``half``: which end of the conversation we are; a Greeting until a caller was welcomed.
+    ``incarnation`` and ``origin`` are the peer's, unknown while it is greeted. ``is_open``:
+    a session may use it (read by the owner's thread, too). ``is_mute``: nothing more is sent.
+    ``owed``: transfers that ended but may still land; told again when they cannot."""
+
+    sock: socket.socket
+    half: Outgoing | Incoming | Greeting
+    reader: FrameReader = attrs.field(repr=False)
+    incarnation: Incarnation = UNKNOWN_INCARNATION
+    origin: Origin | None = attrs.field(default=None, repr=False)
+    number: int = 0
+    sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
+    is_open: bool = True
+    is_mute: bool = False
+    out: deque[Vector] = attrs.field(factory=deque, repr=False)
+    owed: list[Ended] = attrs.field(factory=list, repr=False)
+    #: When something last moved (monotonic seconds); of a caller: when it came.
+    moved_s: float = attrs.field(factory=time.monotonic)
+
+    @property
+    def wants_to_send(self) -> bool:
+        if self.is_mute:
+            return False
+        if self.out:
+            return True
+        if isinstance(self.half, Outgoing):
+            return self.half.has_more
+        return isinstance(self.half, Incoming) and bool(self.half.replies)
+
+    @property
+    def may_read(self) -> bool:
+        if isinstance(self.half, Incoming):
+            return len(self.out) + len(self.half.replies) < MAX_REPLIES
+        return True
+
+    def is_stalled(self, now: float, stall_s: float) -> bool:
+        """Transfers wait for the peer, and nothing has moved for ``stall_s``."""
+        waits = isinstance(self.half, Outgoing) and self.half.num_waiting > 0
+        return waits and now - self.moved_s > stall_s

@@ -1,0 +1,196 @@
+"""The one thread of a socket transport: it serves every connection, a turn each.
+
+The owner's loop may be inside a model step for as long as it likes: KV still comes in, goes
+out, and callers are answered. A turn moves about a chunk and never blocks, so a peer that is
+slow, or stopped, holds up nobody else (D23). The thread touches no lifecycle: what happened
+waits in an inbox until the owner polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from pdcore.transports.base import HandleStatus
+from pdcore.transports.regions import RegionTable
+from pdcore.transports.socket_address import Origin
+from pdcore.transports.socket_bell import Inbox
+from pdcore.transports.socket_book import Book
+from pdcore.transports.socket_greeting import Identity
+from pdcore.transports.socket_incoming import Incoming
+from pdcore.transports.socket_links import Link, Told
+from pdcore.transports.socket_outgoing import Ended, Job, Outgoing
+from pdcore.transports.socket_poller import Barrier, Poller
+from pdcore.transports.socket_porch import Porch
+from pdcore.transports.socket_service import Service
+from pdcore.transports.socket_wire import Kind, pack
+from pdcore.types import LeaseId
+
+#: How often what waits for too long is looked for, while anything could.
+_LOOK_S = 0.25
+
+
+class Loop:
+    """Methods are the owner's; ``_run`` and what it calls are the thread's."""
+
+    def __init__(
+        self,
+        me: Identity,
+        here: Origin,
+        regions: RegionTable,
+        published: Callable[[], dict[int, int]],
+        inbox: Inbox[Told],
+        stall_timeout_s: float,
+    ) -> None:
+        self._poller = Poller()
+        self._inbox = inbox
+        self._book = Book(here, self._poller, inbox)
+        self._service = Service(me, here, regions, published, self._book)
+        self.counts = self._service.counts
+        self._stall_timeout_s = stall_timeout_s
+        self._porch: Porch | None = None
+        self._thread: threading.Thread | None = None
+        #: Set by the thread once it is to end: when, at the latest.
+        self._until: float | None = None
+
+    def listen(self, listeners: list[socket.socket]) -> None:
+        """Take callers in at these; owns them from now on."""
+
+        def begin() -> None:
+            self._porch = Porch(listeners)
+            for fd in self._porch.filenos():
+                self._poller.want(fd, read=True, write=False)
+
+        self._call(begin)
+
+    def adopt(self, link: Link, pidfd: int, oldest: int) -> None:
+        """A session was opened; the peer has dropped ours below ``oldest``."""
+
+        def begin() -> None:
+            self._book.links.add(link)
+            self._book.watch(link, pidfd)
+            self._book.debts.settle(link.incarnation, oldest)
+
+        self._call(begin)
+
+    def submit(self, link: Link, job: Job) -> None:
+        def begin() -> None:
+            if not isinstance(link.half, Outgoing):
+                return
+            link.half.add(job)
+            if not link.is_open:  # it ended a moment ago
+                self._book.give_up(link, "the connection is over", fenced=False)
+                return
+            if link.half.num_waiting == 1:
+                link.moved_s = time.monotonic()
+            self._service.send(link)
+            self._book.links.refresh(link)
+
+        if not self._call(begin):
+            why = "this transport's thread has ended"
+            self._inbox.put(Ended(job, HandleStatus.FAILED, why))
+
+    def disconnect(self, link: Link) -> None:
+        """End a session after what is being sent at this moment."""
+        self._call(
+            lambda: self._leave(link, Kind.DISCONNECT, (HandleStatus.FAILED, "disconnected"))
+        )
+
+    def settle(self, lease: LeaseId) -> None:
+        """Returns when no byte is on its way into that lease any more; it must not be granted
+        any more. Waits for one step at most, and only if that lease has it."""
+        if self._service.placing.lease == lease and self._thread is not None:
+            barrier = Barrier(self._thread)
+            self._call(barrier.reach)
+            barrier.wait()
+
+    def resume(self) -> None:
+        """The inbox has room again."""
+
+        def begin() -> None:
+            for link in self._book.links:
+                self._book.links.refresh(link)
+
+        self._call(begin)
+
+    def close(self, timeout_s: float) -> bool:
+        """Say goodbye to everybody and end; False when the thread did not in time. What was
+        not finished by then has ended without its quiesced mark."""
+        if self._thread is None:
+            self._shut()
+            return True
+        until = time.monotonic() + timeout_s * 0.8
+        self._call(lambda: self._begin_to_close(until))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """In a forked child, where the thread is not: close the descriptors."""
+        if self._porch is not None:
+            self._porch.close()
+        self._book.abandon()
+        self._poller.abandon()
+
+    # --- the thread ---------------------------------------------------------------------
+
+    def _call(self, do: Callable[[], None]) -> bool:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pdcore-socket", daemon=True)
+            self._thread.start()
+        return self._poller.call(do)
+
+    def _run(self) -> None:
+        try:
+            while self._until is None or (len(self._book.links) and time.monotonic() < self._until):
+                pause_s = _LOOK_S if len(self._book.links) else None
+                for fd, readable, writable in self._poller.wait(pause_s):
+                    self._ready(fd, readable, writable)
+                    self._poller.run_calls()
+                self._service.expire(time.monotonic(), self._stall_timeout_s)
+        finally:
+            # Also after a bug: everybody learns that it is over.
+            self._shut()
+
+    def _ready(self, fd: int, readable: bool, writable: bool) -> None:
+        link = self._book.links.find(fd)
+        if link is not None:
+            self._service.serve(link, readable=readable, writable=writable)
+        elif self._porch is not None and fd in self._porch.filenos():
+            sock = self._porch.accept(fd)
+            if sock is not None:
+                self._service.admit(sock)
+        else:
+            self._book.died(fd)
+
+    def _leave(self, link: Link, word: Kind, stop: tuple[HandleStatus, str]) -> None:
+        if isinstance(link.half, Outgoing) and link.is_open:
+            link.is_open = False
+            link.half.say_farewell(word, stop)
+            self._service.send(link)
+            self._book.links.refresh(link)
+
+    def _begin_to_close(self, until: float) -> None:
+        self._until = until
+        if self._porch is not None:
+            for fd in self._porch.filenos():
+                self._poller.forget(fd)
+            self._porch.close()
+        for link in self._book.links:
+            if isinstance(link.half, Outgoing):
+                link.is_open = True
+                self._leave(link, Kind.BYE, (HandleStatus.CANCELLED, "closed"))
+            else:
+                if isinstance(link.half, Incoming):
+                    with contextlib.suppress(OSError):
+                        link.half.replies.append(pack(Kind.BYE))
+                        self._service.send(link)
+                self._book.end(link, "closed")
+
+    def _shut(self) -> None:
+        if self._porch is not None:
+            self._porch.close()
+        self._book.close()
+        self._poller.close()
