@@ -22,6 +22,7 @@ own), device memory only as staging: regions are host memory.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import ipaddress
 import mmap
@@ -62,6 +63,8 @@ from pdcore.transports.torchdist_wire import MAX_ROWS
 from pdcore.types import Incarnation, LeaseId
 
 NAME: Final = "torchdist"
+#: What a transport that nobody closed may take at the end of its process.
+EXIT_TIMEOUT_S: Final = 1.0
 
 CAPS: Final = TransportCaps(
     one_sided=False,
@@ -197,6 +200,7 @@ class TorchDistTransport:
         left = self._sender.close(deadline)
         if self._door is not None:
             left += self._door.close(deadline)
+        self._desk.backend.close()
         self._hub.close(keep_bell=bool(left))
         with self._hub.lock:
             self._regions.clear()
@@ -239,8 +243,8 @@ def _memory(size_bytes: int) -> memoryview:
     return memory
 
 
-#: For forked children: a child that holds a copy of a connection hides its parent's death,
-#: and has none of the threads.
+#: Every transport that may be open. A forked child that holds a copy of a connection hides its
+#: parent's death, and has none of the threads.
 _living: weakref.WeakSet[TorchDistTransport] = weakref.WeakSet()
 
 
@@ -253,6 +257,14 @@ def _abandon_all() -> None:
                 transport._door.abandon()
 
 
+def _close_all() -> None:
+    """At the end of the interpreter: a daemon thread that comes back from torch's code into
+    an interpreter that is gone would abort the process."""
+    for transport in list(_living):
+        transport.close(EXIT_TIMEOUT_S)
+
+
+atexit.register(_close_all)
 if sys.platform == "linux":
     os.register_at_fork(after_in_child=_abandon_all)
 

@@ -71,12 +71,14 @@ class Job:
 
 class Line:
     """The control connection as the sender uses it. ``is_in_doubt``: a chunk was sent and
-    may yet be placed, for all that we know. ``is_hurried`` is set by the owner, who then
-    rings ``wake``: do not wait for the peer any more."""
+    may yet be placed, for all that we know. The owner sets two marks and then rings
+    ``wake``: ``is_leaving``, wait for the peer only while there is a doubt; ``is_hurried``,
+    do not wait for it at all."""
 
     def __init__(self, channel: Channel, wake: int, stall_timeout_s: float) -> None:
         self.channel = channel
         self.is_in_doubt = False
+        self.is_leaving = False
         self.is_hurried = False
         self._wake = wake
         self._stall_timeout_s = stall_timeout_s
@@ -98,7 +100,7 @@ class Line:
     def reply(self, *wanted: Kind) -> tuple[Kind, bytes]:
         """The peer's next frame. Raises LinkOver, also when none comes in time."""
         deadline = time.monotonic() + self._stall_timeout_s
-        while not self.is_hurried:
+        while not self.is_hurried and (self.is_in_doubt or not self.is_leaving):
             answer = self._receive(deadline)
             if answer is None:
                 if time.monotonic() >= deadline:
@@ -107,7 +109,7 @@ class Line:
                 return answer
             else:
                 raise LinkOver(End.LOST, f"the peer answered {answer[0].name}")
-        raise LinkOver(End.LOST, "closed before the peer answered")
+        raise LinkOver(End.DISCONNECTED, "closed before the peer answered")
 
     def await_end(self, timeout_s: float) -> None:
         """Something else broke: give the connection so long to end, too. Raises LinkOver
@@ -137,23 +139,29 @@ class Line:
         return answer
 
 
-def join_group(line: Line, backend: Backend, host: str, limits: Limits) -> Courier:
-    """Build our half of the group where the receiver says. Raises LinkOver when it gives
-    up, or does not answer."""
+def build_group(line: Line, backend: Backend, host: str) -> tuple[PairGroup, int]:
+    """Our half of the group where the receiver says, and the largest chunk it takes. Raises
+    LinkOver when it gives up, or does not answer."""
     while True:
         line.send(Kind.JOIN)
         _, body = line.reply(Kind.GROUP)
         try:
             meeting = decode_meeting(body)
             store = find_store(host, meeting.port, backend.build_timeout_s)
+            line.send(Kind.BUILD)
             group = PairGroup(backend, store, meeting.key, 0)
         except GroupFailed:
             line.send(Kind.NO_GROUP)
             continue
         line.send(Kind.JOINED)
-        chunk_bytes = min(limits.chunk_bytes, meeting.chunk_bytes)
-        staging = Staging(chunk_bytes, backend.device)
-        return Courier(line, group, staging, limits.stall_timeout_s)
+        return group, meeting.chunk_bytes
+
+
+def start(line: Line, backend: Backend, host: str, limits: Limits) -> Courier:
+    """Raises LinkOver."""
+    group, chunk_bytes = build_group(line, backend, host)
+    staging = Staging(min(limits.chunk_bytes, chunk_bytes), backend.device)
+    return Courier(line, group, staging, limits.stall_timeout_s)
 
 
 class Courier:
@@ -196,6 +204,8 @@ class Courier:
         """None when the chunk is on its way, else why the receiver does not want it."""
         notify = job.notify if chunk.is_last else None
         head = ChunkHead(job.lease, chunk.num_bytes, chunk.table, chunk.is_last, notify)
+        # Nothing follows an empty chunk: its notification may come from here on.
+        self._line.is_in_doubt = not chunk.num_bytes
         self._line.send(Kind.CHUNK, head.encode())
         if not chunk.num_bytes:
             return None

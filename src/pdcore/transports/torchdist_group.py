@@ -109,6 +109,8 @@ class Backend(Protocol):
     name: str
     device: str
     build_timeout_s: float
+    #: It goes on using the store of a group that is built.
+    keeps_store: bool
 
     def enter_thread(self) -> None:
         """Whatever a thread needs before it uses the backend."""
@@ -122,6 +124,10 @@ class Backend(Protocol):
         """Until the bytes have left, or are there. Raises RuntimeError."""
         ...
 
+    def close(self) -> None:
+        """Build no more groups; what is shared among them goes with the last of them."""
+        ...
+
 
 class GlooBackend:
     """All groups of a transport share one device: a listening socket at ``host`` and the
@@ -130,17 +136,20 @@ class GlooBackend:
     name = "gloo"
     device = "cpu"
     build_timeout_s = BUILD_TIMEOUT_S
+    keeps_store = False
 
     def __init__(self, host: str) -> None:
         self._kind = vars(_c10d())["ProcessGroupGloo"]
         try:
-            self._device: object = self._kind.create_device(hostname=host)
+            self._device: object | None = self._kind.create_device(hostname=host)
         except RuntimeError as error:
             raise TransportError(f"gloo cannot use the address {host}: {_first(error)}") from error
 
     def enter_thread(self) -> None: ...
 
     def group(self, store: Store, rank: int) -> Group:
+        if self._device is None:
+            raise RuntimeError("this transport is closed")
         options = self._kind._Options()
         options._timeout = timedelta(seconds=self.build_timeout_s)
         options._devices = [self._device]
@@ -151,6 +160,9 @@ class GlooBackend:
     def wait(self, work: Work, timeout_s: float) -> None:
         work.wait(timedelta(seconds=timeout_s))
 
+    def close(self) -> None:
+        self._device = None
+
 
 class HcclBackend:
     """Needs torch_npu with CANN. ``device_index`` is the NPU whose memory stages.
@@ -160,6 +172,7 @@ class HcclBackend:
 
     name = "hccl"
     build_timeout_s = HCCL_BUILD_TIMEOUT_S
+    keeps_store = True
 
     def __init__(self, device_index: int) -> None:
         try:
@@ -195,6 +208,8 @@ class HcclBackend:
             pause.wait(_HCCL_POLL_S)
         # An operation that failed counts as completed; this is what raises then.
         work.wait(timedelta(seconds=timeout_s))
+
+    def close(self) -> None: ...
 
 
 def make_backend(name: str, host: str, device_index: int) -> Backend:
@@ -245,15 +260,16 @@ def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class PairGroup:
-    """One side of a group that works; used by one thread. ``store`` is kept for as long as
-    the group: hccl goes on using it."""
+    """One side of a group that works; used by one thread. The caller drops ``store``; it is
+    kept here where the backend needs it (a store costs its side a dozen descriptors and a
+    thread)."""
 
     def __init__(self, backend: Backend, store: TCPStore, key: bytes, rank: int) -> None:
         """Raises GroupFailed when the other side does not build its own in time."""
         from torch._C._distributed_c10d import PrefixStore
 
         self._backend = backend
-        self._store = store
+        self._store = store if backend.keeps_store else None
         self._peer = 1 - rank
         self._group = _guarded(lambda: backend.group(PrefixStore(key.hex(), store), rank))
         greeting = Staging(1, backend.device)

@@ -53,7 +53,7 @@ HELLO_TIMEOUT_S: Final = 2.0
 MAX_LINKS: Final = 1024
 #: How often a group is tried: either side may have been held up.
 BUILD_ATTEMPTS: Final = 3
-#: How long closing waits for a chunk whose receive is posted.
+#: How long closing waits for a sender that was promised a receive, or a group.
 CLOSE_GRACE_S: Final = 1.0
 #: How long the door rests when this process has no descriptor left for a caller.
 NO_DESCRIPTOR_PAUSE_S: Final = 0.05
@@ -118,7 +118,7 @@ class Incoming:
             self._wake = -1
 
     def _run(self) -> None:
-        end, detail = End.DISCONNECTED, "closed"
+        end, detail = End.DISCONNECTED, "its thread failed"
         try:
             self._greet()
             self._serve()
@@ -126,6 +126,10 @@ class Incoming:
             end, detail = over.end, over.detail
         except (TransportError, RuntimeError, OSError) as error:
             detail = str(error)
+        finally:
+            self._finish(end, detail)
+
+    def _finish(self, end: End, detail: str) -> None:
         if self._incarnation is not None:
             self._channel.farewell(Kind.BYE if self._is_closing else Kind.DISCONNECT, detail)
         with self._ringing:
@@ -182,10 +186,14 @@ class Incoming:
             store = open_store(desk.host, desk.backend.build_timeout_s)
             meeting = Meeting(store.port, desk.limits.chunk_bytes, secrets.token_bytes(16))
             self._send(Kind.GROUP, meeting.encode())
+            # The sender may be at it already, and would wait for us.
+            kind, _ = self._expect(Kind.BUILD, Kind.NO_GROUP, closing_grace_s=CLOSE_GRACE_S)
             group = None
-            with contextlib.suppress(GroupFailed):
-                group = PairGroup(desk.backend, store, meeting.key, 1)
-            kind, _ = self._expect(Kind.JOINED, Kind.NO_GROUP)
+            if kind is Kind.BUILD:
+                with contextlib.suppress(GroupFailed):
+                    group = PairGroup(desk.backend, store, meeting.key, 1)
+                kind, _ = self._expect(Kind.JOINED, Kind.NO_GROUP)
+            del store
             if kind is Kind.JOINED and group is None:
                 break
             if kind is Kind.JOINED and group is not None:

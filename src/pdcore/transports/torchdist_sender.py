@@ -24,7 +24,7 @@ from pdcore.transports.base import Completion, HandleStatus, PeerSession, Remote
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.torchdist_courier import Job, Limits, Line, Stop, join_group
+from pdcore.transports.torchdist_courier import Job, Limits, Line, Stop, start
 from pdcore.transports.torchdist_group import Backend
 from pdcore.transports.torchdist_hub import Ended, Hub
 from pdcore.transports.torchdist_wire import (
@@ -41,6 +41,8 @@ from pdcore.transports.torchdist_wire import (
 )
 from pdcore.types import Incarnation
 
+#: Transfers that may wait for one peer.
+MAX_QUEUED: Final = 4096
 #: Part of ``close`` that peers have to say what became of their last chunk.
 CONFIRM_SHARE: Final = 0.6
 
@@ -119,10 +121,14 @@ class Outgoing:
         return self._is_open and self._farewell is None
 
     def submit(self, job: Job) -> None:
-        """Raises PeerGone when the session is over."""
+        """Raises PeerGone when the session is over, TransportError when too much waits."""
         with self._taking:
             if not self.is_open:
                 raise PeerGone("the session is closed or its peer is gone: connect again")
+            if len(self._queue) >= MAX_QUEUED:
+                raise TransportError(
+                    f"{MAX_QUEUED} transfers wait for this peer: stopped, or overloaded"
+                )
             self._queue.append(job)
             os.eventfd_write(self._wake, 1)
 
@@ -134,6 +140,7 @@ class Outgoing:
                     job.stop = status, why
             if self._farewell is None:
                 self._farewell = farewell
+            self._line.is_leaving = True
             self._ring()
 
     def hurry(self) -> None:
@@ -159,17 +166,19 @@ class Outgoing:
             os.eventfd_write(self._wake, 1)
 
     def _run(self, backend: Backend, host: str, limits: Limits) -> None:
-        end, detail = End.DISCONNECTED, "closed"
+        end, detail = End.DISCONNECTED, "its thread failed"
         try:
             backend.enter_thread()
-            courier = join_group(self._line, backend, host, limits)
+            courier = start(self._line, backend, host, limits)
             while (job := self._next()) is not None:
                 self._end(job, courier.carry(job))
+            detail = "closed"
         except LinkOver as over:
             end, detail = over.end, over.detail
         except (TransportError, RuntimeError, OSError) as error:
             detail = str(error)
-        self._finish(end, detail)
+        finally:
+            self._finish(end, detail)
 
     def _next(self) -> Job | None:
         """Wait for a job; None when there will be none. Raises LinkOver."""
@@ -278,13 +287,12 @@ class Sender:
             raise PeerGone("the session is closed or its peer is gone: connect again")
         if notify is not None and len(notify) > MAX_PAYLOAD_BYTES:
             raise TransportError(f"notify has {len(notify)} bytes, at most {MAX_PAYLOAD_BYTES}")
-        with self._hub.lock:
-            plan = plan_copies(batches, self._regions.sizes, link.sizes, lease)
-            regions = tuple(pair.local_region for pair in plan.pairs)
-            arrays = {region: self._regions.arrays[region] for region in regions}
-            job = Job(next(self._ids), lease.lease, plan, arrays, notify)
-            link.submit(job)
-            self._regions.pin(regions)
+        plan = plan_copies(batches, self._regions.sizes, link.sizes, lease)
+        regions = tuple(pair.local_region for pair in plan.pairs)
+        arrays = {region: self._regions.arrays[region] for region in regions}
+        job = Job(next(self._ids), lease.lease, plan, arrays, notify)
+        link.submit(job)
+        self._regions.pin(regions)
         self._posted[job.handle] = _Posted(link, job, regions)
         return job.handle
 
@@ -296,9 +304,7 @@ class Sender:
     def ended(self, end: Ended) -> Completion:
         """What a link's thread said of a handle; its regions are free when it is quiesced."""
         if end.quiesced:
-            posted = self._posted.pop(end.handle)
-            with self._hub.lock:
-                self._regions.unpin(posted.regions)
+            self._regions.unpin(self._posted.pop(end.handle).regions)
         return Completion(end.handle, end.status, end.quiesced, end.detail)
 
     def close(self, deadline: float) -> list[str]:

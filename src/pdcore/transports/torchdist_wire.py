@@ -59,8 +59,9 @@ _NOTIFY: Final = 2
 
 class Kind(enum.IntEnum):
     """HELLO comes from the sender; the receiver answers WELCOME with its regions, or
-    REFUSED. JOIN from the sender is answered by GROUP, and that by JOINED, or by NO_GROUP
-    and another JOIN: nobody builds a group before both are sure to.
+    REFUSED. JOIN from the sender is answered by GROUP, where to meet; with BUILD both build,
+    and not before, since whoever builds alone is held up; then JOINED, or NO_GROUP and
+    another JOIN.
 
     Each chunk is CHUNK (what, where to, under which lease), READY (a receive is posted),
     the bytes in the group, SENT, and PLACED; REJECTED may take the place of READY and of
@@ -72,15 +73,16 @@ class Kind(enum.IntEnum):
     REFUSED = 3
     JOIN = 4
     GROUP = 5
-    JOINED = 6
-    NO_GROUP = 7
-    CHUNK = 8
-    READY = 9
-    SENT = 10
-    PLACED = 11
-    REJECTED = 12
-    DISCONNECT = 13
-    BYE = 14
+    BUILD = 6
+    JOINED = 7
+    NO_GROUP = 8
+    CHUNK = 9
+    READY = 10
+    SENT = 11
+    PLACED = 12
+    REJECTED = 13
+    DISCONNECT = 14
+    BYE = 15
 
 
 class End(enum.Enum):

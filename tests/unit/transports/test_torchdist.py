@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
+
+from pdcore.errors import ConfigError, TransportError
+from pdcore.testing.conformance import CHECKS, Check, run_check
+from pdcore.testing.transport_checks_data import finish
+from pdcore.testing.transport_checks_process import one_piece, whole_lease
+from pdcore.testing.transport_harness import Pair, RegistryHarness
+from pdcore.testing.transport_watch import Watched, pump, same
+from pdcore.testing.world import World, make_world
+from pdcore.transports import torchdist
+from pdcore.transports.base import Revocation, Transport
+from pdcore.transports.registry import create, load, require_reach
+from pdcore.transports.torchdist import CAPS, TorchDistTransport, why_unavailable
+from pdcore.types import Incarnation, RoomKey
+from tests.unit.transports.torchdist_rig import HOST, SOON_S, warm_up
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchdist is Linux")
+US = Incarnation(b"u" * 16)
+
+#: The rest takes processes of its own, or many turns: `nox -s conformance`.
+QUICK = [
+    check
+    for check in CHECKS
+    if check.guarantee != "process" and check.name not in ("cycles_without_growth",)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize("check", QUICK, ids=[check.name for check in QUICK])
+def test_within_one_process(check: Check) -> None:
+    """Two transports of one process: groups are objects, not torch's global ones."""
+    assert run_check(check, RegistryHarness("torchdist", cycles=30), CAPS) is None
+
+
+def test_nothing_of_torch_is_imported_before_it_is_made() -> None:
+    """R76: chosen by name; doctor and the registry say what works without importing it."""
+    program = f"""
+import sys; sys.path[:] = {sys.path!r}
+import pdcore
+from pdcore.transports import registry
+assert registry.available()["torchdist"] is None
+assert registry.load("torchdist").caps.native_notify
+import pdcore.transports.torchdist_group, pdcore.transports.torchdist_receiver
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_elsewhere_the_reason_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_unavailable() is None
+    monkeypatch.setattr(torchdist.importlib.util, "find_spec", lambda name: None)
+    assert why_unavailable() == "torch is not installed"
+    assert "pdcore[torch]" in load("torchdist").remedy
+    monkeypatch.setattr(torchdist.sys, "platform", "darwin")
+    assert "darwin" in str(why_unavailable())
+    with pytest.raises(TransportError, match="does not work on this machine"):
+        create("torchdist", US)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"host": "prefill.example"}, "numeric address"),
+        ({"host": "192.0.2.1"}, r"192\.0\.2\.1"),
+        ({"backend": "nccl"}, "choose one of gloo, hccl"),
+        ({"backend": "hccl"}, r"pdcore\[npu\]"),
+        ({"chunk_bytes": 1}, "chunk_bytes"),
+        ({"stall_timeout_s": 0.0}, "stall_timeout_s"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], why: str) -> None:
+    with pytest.raises(TransportError, match=why):
+        create("torchdist", US, **options)
+
+
+def test_what_is_missing_is_declared() -> None:
+    """Two-sided: the receiver takes part, and what it enforces it declares."""
+    assert not CAPS.one_sided
+    assert CAPS.revocation is Revocation.RECEIVER_ENFORCED
+    assert CAPS.device_kinds == ("cpu",)
+
+
+def test_reach_follows_the_address() -> None:
+    """A transport at a loopback address is found by nobody on another host."""
+    transport = create("torchdist", US)
+    assert not transport.caps.cross_host
+    transport.close()
+    with pytest.raises(ConfigError, match="within one host"):
+        require_reach("torchdist", ["10.9.9.9"])
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ipv6() -> None:
+    with Pair(RegistryHarness("torchdist", host="::1")) as pair:
+        finish(pair, pair.submit(pair.lease(), pair.batch((5, 7, 60_000))))
+        assert same(pair.target.buffer[7:60_007], pair.source.buffer[5:60_005])
+
+
+def test_the_smaller_chunk_of_the_two_sides_counts() -> None:
+    receiver = Watched(create("torchdist", US, chunk_bytes=4096))
+    with Pair(RegistryHarness("torchdist")) as pair:
+        target = receiver.transport.allocate(1 << 16)
+        pair.receiver, other = receiver, pair.receiver
+        pair.target = target
+        pair.session = pair.sender.transport.connect(receiver.transport.descriptor())
+        finish(pair, pair.submit(pair.lease(), pair.batch((1, 2, 50_000))))
+        assert same(target.buffer[2:50_002], pair.source.buffer[1:50_001])
+        pair.receiver = other
+        receiver.transport.close()
+
+
+def test_a_forked_child_has_no_transport() -> None:
+    """Trap: a child that inherits the connections would hide its parent's death."""
+    with Pair(RegistryHarness("torchdist")) as pair:
+        child = os.fork()
+        if child == 0:
+            transport = pair.receiver.transport
+            closed = transport.fileno() is None and not transport.poll() and not transport.close()
+            os._exit(0 if closed else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 4096)), notify=b"alive"))
+        pump(pair.receiver, until=lambda: pair.receiver.record.payloads == [b"alive"])
+
+
+def test_death_is_seen_although_a_forked_child_lives(tmp_path: Path) -> None:
+    """The control connections are closed in the child, so their end is the parent's."""
+    pipe = str(tmp_path / "until")
+    os.mkfifo(pipe)
+    harness = RegistryHarness("torchdist")
+    mine = Watched(harness.create())
+    peer = harness.peer()
+    try:
+        local = mine.transport.allocate(16 << 20)
+        source = peer.allocate(16 << 20)
+        peer.connect(mine.transport.descriptor())
+        lease = whole_lease(mine, local.region_id)
+        mine.transport.grant(lease)
+        for _ in range(20):
+            peer.submit(source, local.region_id, one_piece(1 << 20, 16 << 20), lease, b"n")
+        pump(mine, until=lambda: bool(mine.record.notes), timeout_s=SOON_S)
+        peer.request("fork", until=pipe)
+        peer.kill()
+        pump(mine, until=lambda: bool(mine.record.deaths), timeout_s=SOON_S)
+        assert mine.record.deaths[0].fenced
+    finally:
+        with open(pipe, "wb"):
+            pass
+        peer.close()
+        mine.transport.close()
+
+
+def test_a_transport_that_is_not_closed_does_not_keep_the_interpreter() -> None:
+    program = f"""
+import sys; sys.path[:] = {sys.path!r}
+from pdcore.testing.transport_harness import Pair, RegistryHarness
+pair = Pair(RegistryHarness("torchdist"), 1 << 24)
+pair.submit(pair.lease(), pair.batch((0, 0, 1 << 24)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def run_for_real(world: World, key: RoomKey, bells: list[int]) -> None:
+    """Step the workers, and wait for the transports' threads in between: the world's clock
+    stands still, so no deadline passes meanwhile."""
+    deadline = time.monotonic() + SOON_S
+    while world.decode.result(key) is None or any(
+        rank.worker.core.live_keys() for rank in world.ranks.values()
+    ):
+        assert time.monotonic() < deadline, (
+            f"{[r.worker.core.snapshot() for r in world.ranks.values()]}"
+        )
+        if not world.step():
+            select.select(bells, [], [], 0.01)
+            if world.network.next_due_s() is not None:
+                world.jump()
+
+
+def test_a_request_is_served_over_it() -> None:
+    """End to end: prefill's KV of real requests, of one block and of many, moves through
+    gloo into the blocks that decode granted; the engine there checks every byte of it."""
+    made: list[TorchDistTransport] = []
+
+    def make(incarnation: Incarnation, name: str) -> Transport:
+        made.append(TorchDistTransport(incarnation, host=HOST))
+        return made[-1]
+
+    world = make_world(transport=make)
+    try:
+        bells = [bell for transport in made if (bell := transport.fileno()) is not None]
+        for prompt in ([7, 8, 9], list(range(3, 300))):
+            key = world.submit(prompt)
+            run_for_real(world, key, bells)
+            result = world.decode.result(key)
+            assert result is not None
+            assert result.failure is None
+            assert len(world.decode.tokens(key)) == 8
+    finally:
+        for transport in made:
+            assert transport.close() == []

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
+
+from pdcore.errors import TransportError
+from pdcore.transports.torchdist_group import (
+    GlooBackend,
+    GroupFailed,
+    HcclBackend,
+    PairGroup,
+    Staging,
+    find_store,
+    make_backend,
+    open_store,
+)
+from tests.unit.transports.torchdist_rig import HOST, SOON_S, warm_up
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchdist is Linux")
+KEY = b"k" * 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()
+
+
+@pytest.fixture
+def backend() -> Iterator[GlooBackend]:
+    made = GlooBackend(HOST)
+    made.build_timeout_s = SOON_S
+    yield made
+    made.close()
+
+
+def build_pair(backend: GlooBackend) -> tuple[PairGroup, PairGroup]:
+    """Both ends of a group, as two processes would build them."""
+    store = open_store(HOST, SOON_S)
+    built: list[PairGroup] = []
+
+    def receive() -> None:
+        built.append(PairGroup(backend, store, KEY, 1))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sender = PairGroup(backend, find_store(HOST, store.port, SOON_S), KEY, 0)
+    thread.join(SOON_S)
+    return sender, built[0]
+
+
+def test_bytes_go_from_staging_to_staging(backend: GlooBackend) -> None:
+    """More messages than one, of several sizes, each posted for its own size."""
+    sender, receiver = build_pair(backend)
+    mine, theirs = Staging(1 << 16, "cpu"), Staging(1 << 16, "cpu")
+    rng = np.random.default_rng(3)
+    for size in (1, 1 << 16, 1000):
+        mine.host[:size] = rng.integers(0, 256, size, np.uint8)
+        work = receiver.post(theirs, size)
+        sender.send(mine, size, SOON_S)
+        receiver.finish(work, theirs, size, SOON_S)
+        assert np.array_equal(mine.host[:size], theirs.host[:size])
+
+
+def test_nobody_at_the_other_end_is_a_failure_in_time(backend: GlooBackend) -> None:
+    """gloo can hang: building a group is bounded."""
+    backend.build_timeout_s = 0.1
+    store = open_store(HOST, 0.1)
+    with pytest.raises(GroupFailed):
+        PairGroup(backend, store, KEY, 1)
+
+
+def test_a_store_that_is_not_there_is_a_failure() -> None:
+    port = open_store(HOST, SOON_S).port
+    with pytest.raises(GroupFailed, match=HOST):
+        find_store(HOST, port, 0.1)
+    with pytest.raises(GroupFailed, match=r"192\.0\.2\.1"):
+        open_store("192.0.2.1", SOON_S)
+
+
+def test_a_wait_that_timed_out_poisons_the_group(backend: GlooBackend) -> None:
+    """A fact of gloo this transport is built around: a wait cannot be taken in slices. If
+    this ever fails, the protocol may be simpler."""
+    sender, receiver = build_pair(backend)
+    staging = Staging(16, "cpu")
+    with pytest.raises(GroupFailed, match="Timed out"):
+        receiver.finish(receiver.post(staging, 16), staging, 16, 0.05)
+    with pytest.raises(GroupFailed):
+        receiver.finish(receiver.post(staging, 16), staging, 16, SOON_S)
+    del sender
+
+
+def test_a_peer_that_dropped_its_group_is_an_error_at_once(backend: GlooBackend) -> None:
+    sender, receiver = build_pair(backend)
+    staging = Staging(16, "cpu")
+    work = receiver.post(staging, 16)
+    del sender
+    with pytest.raises(GroupFailed):
+        receiver.finish(work, staging, 16, SOON_S)
+
+
+def test_a_bad_address_is_named() -> None:
+    with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
+        GlooBackend("192.0.2.1")
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    """R76: an error that helps."""
+    with pytest.raises(TransportError, match=r"nccl.*gloo, hccl"):
+        make_backend("nccl", HOST, 0)
+    gloo = make_backend("gloo", HOST, 0)
+    assert gloo.device == "cpu"
+    gloo.close()
+
+
+def test_hccl_without_torch_npu_says_what_to_install() -> None:
+    """R76: native modules are imported lazily, with an error that helps."""
+    with pytest.raises(TransportError, match=r"pdcore\[npu\].*CANN"):
+        make_backend("hccl", HOST, 0)
+
+
+class SlowWork:
+    """An operation on a stream: ``is_completed`` asks its event."""
+
+    def __init__(self, polls: int, error: str = "") -> None:
+        self._polls = polls
+        self._error = error
+
+    def is_completed(self) -> bool:
+        self._polls -= 1
+        return self._polls < 0
+
+    def wait(self, timeout: timedelta) -> bool:
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+@pytest.fixture
+def hccl(monkeypatch: pytest.MonkeyPatch) -> tuple[HcclBackend, list[object]]:
+    """The backend over a stand-in with the signatures of torch_npu: ``ProcessGroupHCCL(store,
+    rank, size, options)`` and ``torch_npu.npu.set_device``."""
+    calls: list[object] = []
+
+    class ProcessGroupHCCL:
+        class Options: ...
+
+        def __init__(self, store: object, rank: int, size: int, options: object) -> None:
+            calls.append((rank, size, vars(options)))
+
+    npu, bindings = ModuleType("torch_npu"), ModuleType("torch_npu._C._distributed_c10d")
+    vars(npu)["npu"] = SimpleNamespace(set_device=calls.append)
+    vars(bindings)["ProcessGroupHCCL"] = ProcessGroupHCCL
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", bindings)
+    return HcclBackend(3), calls
+
+
+def test_hccl_builds_with_the_vendors_options(hccl: tuple[HcclBackend, list[object]]) -> None:
+    backend, calls = hccl
+    assert backend.device == "npu:3"
+    backend.enter_thread()
+    store = open_store(HOST, SOON_S)
+    backend.group(store, 1)
+    timeout = timedelta(seconds=backend.build_timeout_s)
+    assert calls == [
+        3,
+        (
+            1,
+            2,
+            {"is_high_priority_stream": False, "_timeout": timeout, "global_ranks_in_group": []},
+        ),
+    ]
+
+
+def test_hccl_waits_for_the_event_and_not_for_ever(
+    hccl: tuple[HcclBackend, list[object]],
+) -> None:
+    """``wait()`` would block the stream only; a hung operation is given up."""
+    backend, _ = hccl
+    backend.wait(SlowWork(polls=3), SOON_S)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.01 s"):
+        backend.wait(SlowWork(polls=1 << 30), 0.01)
+    with pytest.raises(RuntimeError, match="link down"):
+        backend.wait(SlowWork(polls=0, error="link down"), SOON_S)
