@@ -57,6 +57,22 @@ def test_shm_again_and_again(check: str) -> None:
         passes(run_conformance(RegistryHarness("shm"), only=[check]))
 
 
+@linux
+def test_torchdist_gloo() -> None:
+    """torch.distributed: 30 cycles with flat descriptors, threads and memory."""
+    passes(run_conformance(RegistryHarness("torchdist", cycles=30)), "torchdist, gloo")
+
+
+@linux
+@pytest.mark.parametrize(
+    "check", ["sender_killed", "receiver_killed", "receiver_stopped", "revoke_ends_writes"]
+)
+def test_torchdist_again_and_again(check: str) -> None:
+    """What depends on the moment of a signal, or of a revoke, ten times."""
+    for _ in range(10):
+        passes(run_conformance(RegistryHarness("torchdist"), only=[check]))
+
+
 SOCKETS = {
     "unix": {"families": ["unix"]},
     "tcp": {"families": ["tcp"]},

@@ -56,6 +56,13 @@ MINIMUM_CAPS: Final[dict[str, dict[str, Collection[object]]]] = {
         "detects_peer_death": (True,),
         "death_fences": (True,),
     },
+    "torchdist": {
+        "native_notify": (True,),
+        "revocation": (Revocation.RECEIVER_ENFORCED,),
+        "submit_blocks": (False,),
+        "detects_peer_death": (True,),
+        "death_fences": (True,),
+    },
 }
 
 

@@ -30,7 +30,18 @@ _BUILT_IN: Final[dict[str, str]] = {
     "loopback": "pdcore.transports.loopback",
     "shm": "pdcore.transports.shm",
     "socket": "pdcore.transports.socket",
+    "torchdist": "pdcore.transports.torchdist",
 }
+
+
+@attrs.frozen
+class WorkerPlace:
+    """Where a worker stands among others: what it binds, the numeric address by which its
+    peers reach it, and the secret that they share (None: there is none)."""
+
+    bind_host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    secret: str | None = attrs.field(default=None, repr=False)
 
 
 @attrs.frozen
@@ -42,6 +53,8 @@ class TransportPlugin:
     create: Callable[..., Transport]
     why_unavailable: Callable[[], str | None]
     worker_options: Mapping[str, object] = attrs.field(factory=dict)
+    #: Further options in a worker process, for one that has addresses of its own.
+    options_at: Callable[[WorkerPlace], Mapping[str, object]] | None = None
     #: What it declares without options, known without making one: a vendor may be missing.
     caps: TransportCaps | None = None
     #: What to install or change where ``why_unavailable`` has a reason.
@@ -157,9 +170,23 @@ def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
         raise ConfigError(f"transport {chosen!r}: {error}") from error
 
 
-def create_for_worker(name: str, incarnation: Incarnation) -> Transport:
-    """As :func:`create`, with what the transport wants in a worker process."""
-    return create(name, incarnation, **load(resolve(name)).worker_options)
+def create_for_worker(
+    name: str, incarnation: Incarnation, place: WorkerPlace | None = None
+) -> Transport:
+    """As :func:`create`, with what the transport wants in a worker process at this place.
+
+    Raises ConfigError also for a secret that this transport would not ask for."""
+    chosen = resolve(name)
+    plugin = load(chosen)
+    options = dict(plugin.worker_options)
+    if place is not None and plugin.options_at is not None:
+        options |= plugin.options_at(place)
+    if place is not None and place.secret is not None and "secret" not in options:
+        raise ConfigError(
+            f"transport_secret_file: transport {chosen!r} asks nobody for a secret; use "
+            "transport socket, or leave the secret out"
+        )
+    return create(chosen, incarnation, **options)
 
 
 def require_reach(name: str, other_hosts: Sequence[str]) -> None:
@@ -175,8 +202,9 @@ def require_reach(name: str, other_hosts: Sequence[str]) -> None:
     if not is_cross_host:
         raise ConfigError(
             f"{', '.join(other_hosts)}: is another host than this one, and transport "
-            f"{transport.name!r} moves KV within one host only; run prefill and decode on one "
-            "machine and name it by the same address (--ips, --prefill-ips)"
+            f"{transport.name!r} moves KV within one host only; use --transport socket, or run "
+            "prefill and decode on one machine and name it by the same address (--ips, "
+            "--prefill-ips)"
         )
 
 

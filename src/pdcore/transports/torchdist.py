@@ -27,6 +27,7 @@ import importlib.util
 import ipaddress
 import mmap
 import os
+import socket
 import sys
 import time
 import weakref
@@ -92,8 +93,9 @@ class TorchDistTransport:
     takes callers, and one per session and direction moves bytes.
 
     ``backend`` is gloo or hccl, the same on both sides; ``host`` the numeric address of
-    this machine at which peers reach it; ``device_index`` the NPU of the hccl backend. For
-    the rest see Limits. Raises TransportError where it does not work.
+    this machine at which peers reach it, ``port`` where it takes callers (0: a free one; the
+    groups and stores of pairs take free ones); ``device_index`` the NPU of the hccl backend.
+    For the rest see Limits. Raises TransportError where it does not work.
     """
 
     name = NAME
@@ -104,6 +106,7 @@ class TorchDistTransport:
         *,
         backend: str = "gloo",
         host: str = "127.0.0.1",
+        port: int = 0,
         device_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
         stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -115,7 +118,7 @@ class TorchDistTransport:
         self._regions = RegionTable()
         backend_ = make_backend(backend, host, device_index)
         self._hub = Hub()
-        self._desk = Desk(incarnation, self._regions, self._hub, backend_, host, limits)
+        self._desk = Desk(incarnation, self._regions, self._hub, backend_, host, port, limits)
         self._sender = Sender(incarnation, self._regions, self._hub, backend_, limits)
         self._door: Door | None = None
         self._closed = False
@@ -243,6 +246,11 @@ def _memory(size_bytes: int) -> memoryview:
     return memory
 
 
+def _fixed_address() -> dict[str, object]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return {"port": listener.getsockname()[1]}
+
+
 #: Every transport that may be open. A forked child that holds a copy of a connection hides its
 #: parent's death, and has none of the threads.
 _living: weakref.WeakSet[TorchDistTransport] = weakref.WeakSet()
@@ -274,4 +282,5 @@ PLUGIN = TransportPlugin(
     caps=CAPS,
     remedy="pip install 'pdcore[torch]', on Linux",
     cycles=30,
+    fixed_address=_fixed_address,
 )

@@ -31,7 +31,6 @@ exchanges one byte, so that this happens there.
 
 from __future__ import annotations
 
-import importlib
 import socket
 import threading
 import time
@@ -176,15 +175,14 @@ class HcclBackend:
 
     def __init__(self, device_index: int) -> None:
         try:
-            module = importlib.import_module("torch_npu")
-            bindings = importlib.import_module("torch_npu._C._distributed_c10d")
+            import torch_npu
         except (ImportError, RuntimeError) as error:
             raise TransportError(
                 f"the hccl backend needs torch_npu and CANN ({error}): install pdcore[npu], "
                 "source CANN's set_env.sh, or use the gloo backend"
             ) from error
-        self._npu = vars(module)["npu"]
-        self._kind = vars(bindings)["ProcessGroupHCCL"]
+        self._npu = torch_npu.npu
+        self._kind = torch_npu._C._distributed_c10d.ProcessGroupHCCL
         self._index = device_index
         self.device = f"npu:{device_index}"
 
@@ -313,12 +311,14 @@ def _guarded(run: Callable[[], _T]) -> _T:
 def _c10d() -> ModuleType:
     """Raises TransportError when this torch has no torch.distributed with gloo."""
     try:
-        distributed = importlib.import_module("torch.distributed")
+        import torch.distributed as distributed
+
         if not distributed.is_available() or not distributed.is_gloo_available():
             raise TransportError("this build of torch has no torch.distributed with gloo")
-        return importlib.import_module("torch._C._distributed_c10d")
+        import torch._C._distributed_c10d as bindings
     except ImportError as error:
         raise TransportError(f"torchdist needs torch ({error}): install pdcore[torch]") from error
+    return bindings
 
 
 def _first(error: RuntimeError) -> str:

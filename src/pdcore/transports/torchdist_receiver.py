@@ -60,7 +60,7 @@ NO_DESCRIPTOR_PAUSE_S: Final = 0.05
 
 
 class Desk:
-    """What every incoming link needs to know; shared by the threads."""
+    """What every incoming link needs to know; shared by the threads. ``port`` 0: a free one."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Desk:
         hub: Hub,
         backend: Backend,
         host: str,
+        port: int,
         limits: Limits,
     ) -> None:
         self.incarnation = incarnation
@@ -76,6 +77,7 @@ class Desk:
         self.hub = hub
         self.backend = backend
         self.host = host
+        self.port = port
         self.limits = limits
         self.token = secrets.token_bytes(16)
 
@@ -264,9 +266,13 @@ class Door:
         self._links: list[Incoming] = []
         family = socket.AF_INET6 if ":" in desk.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((desk.host, 0), family=family, backlog=128)
+            self._listener = socket.create_server(
+                (desk.host, desk.port), family=family, backlog=128
+            )
         except OSError as error:
-            raise TransportError(f"cannot listen at {desk.host}: {error.strerror}") from error
+            raise TransportError(
+                f"cannot listen at {desk.host} port {desk.port}: {error.strerror}"
+            ) from error
         self._listener.setblocking(False)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         port = self._listener.getsockname()[1]

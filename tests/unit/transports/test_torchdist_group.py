@@ -155,11 +155,11 @@ def hccl(monkeypatch: pytest.MonkeyPatch) -> tuple[HcclBackend, list[object]]:
         def __init__(self, store: object, rank: int, size: int, options: object) -> None:
             calls.append((rank, size, vars(options)))
 
-    npu, bindings = ModuleType("torch_npu"), ModuleType("torch_npu._C._distributed_c10d")
+    npu = ModuleType("torch_npu")
+    bindings = SimpleNamespace(ProcessGroupHCCL=ProcessGroupHCCL)
     vars(npu)["npu"] = SimpleNamespace(set_device=calls.append)
-    vars(bindings)["ProcessGroupHCCL"] = ProcessGroupHCCL
+    vars(npu)["_C"] = SimpleNamespace(_distributed_c10d=bindings)
     monkeypatch.setitem(sys.modules, "torch_npu", npu)
-    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", bindings)
     return HcclBackend(3), calls
 
 

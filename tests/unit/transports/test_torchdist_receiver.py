@@ -62,7 +62,7 @@ class Rig:
         self.regions = RegionTable()
         self.backend = GlooBackend(HOST)
         self.backend.build_timeout_s = SOON_S
-        self.desk = Desk(US, self.regions, self.hub, self.backend, HOST, LIMITS)
+        self.desk = Desk(US, self.regions, self.hub, self.backend, HOST, 0, LIMITS)
         self.memory = bytearray(SIZE)
         self.region = self.regions.add(memoryview(self.memory), target=True).region_id
         self.door = Door(self.desk)
@@ -330,6 +330,6 @@ def test_a_door_that_is_closed_answers_nobody(rig: Rig) -> None:
 
 
 def test_an_address_of_others_cannot_be_listened_at(rig: Rig) -> None:
-    desk = Desk(US, rig.regions, rig.hub, rig.backend, "192.0.2.1", LIMITS)
+    desk = Desk(US, rig.regions, rig.hub, rig.backend, "192.0.2.1", 0, LIMITS)
     with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
         Door(desk)
