@@ -30,8 +30,8 @@ from tests.unit.engine.ranks import (
 
 VOCAB = 67
 MAX_PROMPT = 40
-#: One is up to seven runners: at length a thousand of them are some minutes already.
-EXAMPLES = min(1000, max(10, settings.default.max_examples // 2))
+#: One is up to seven runners: at length three hundred of them are a minute already.
+EXAMPLES = min(300, max(10, settings.default.max_examples // 2))
 
 
 @attrs.frozen

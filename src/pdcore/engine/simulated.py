@@ -108,9 +108,10 @@ class SimulatedConfig:
             raise EngineError(
                 f"head_dim is {self.head_dim} bytes, expected a multiple of 8 from 16 on"
             )
-        if self.tp_size < 1 or self.num_kv_heads % self.tp_size:
+        heads, size = self.num_kv_heads, self.tp_size
+        if size < 1 or (heads % size and size % heads):
             raise EngineError(
-                f"tp_size {self.tp_size} does not divide num_kv_heads {self.num_kv_heads}"
+                f"tp_size {size} neither divides num_kv_heads {heads} nor is a multiple of it"
             )
         if not 0 <= self.tp_rank < self.tp_size:
             raise EngineError(f"tp_rank {self.tp_rank} is not within 0..{self.tp_size - 1}")
@@ -204,14 +205,14 @@ class SimulatedRunner:
             raise EngineError(f"num_blocks is {num_blocks}, need the null block and one more")
         c, spec = self.config, self.kv_cache_spec
         region, buffer = allocate(num_blocks * spec.block_bytes[FULL_ATTENTION])
-        heads = c.num_kv_heads // c.tp_size
+        heads = max(1, c.num_kv_heads // c.tp_size)
         self._cache = ShadowCache(
             buffer,
             entries=len(spec.entries),
             block_size=c.block_size,
             words=c.head_dim // WORD_BYTES,
             heads=heads,
-            first_head=c.tp_rank * heads,
+            first_head=c.tp_rank * c.num_kv_heads // c.tp_size,
             all_heads=c.num_kv_heads,
         )
         stride = c.block_size * len(spec.entries)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch.distributed import FileStore
 
 from pdcore.engine.base import GroupLost
 from pdcore.engine.gloo import connect
@@ -114,6 +115,29 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step(tp_rank: int, tmp_path: P
         rig.runner.shutdown()
 
 
+def test_a_rank_that_leaves_ends_the_group_for_those_it_does_not_talk_to(tmp_path: Path) -> None:
+    """In a ring of four one rank has no socket in use with the one that leaves: it hears of
+    it from those that have, since each closes its own on the way out. No timeout is near."""
+
+    def one(tp_rank: int) -> str:
+        at = meeting_place("file", tmp_path)
+        part = Part(tp_rank=tp_rank, tp_size=4, rendezvous=at, step_timeout_s=3600.0)
+        end = connect(tensor_parallel(part), "x")
+        values = torch.ones(1000)
+        for _ in range(3):
+            end.all_reduce(values)
+        if tp_rank == 2:
+            end.close()
+            return ""
+        with pytest.raises(GroupLost) as caught:
+            end.all_reduce(values)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        lost = list(pool.map(one, range(4)))
+    assert all(f"tp_rank {rank} of 4 lost its group" in lost[rank] for rank in (0, 1, 3))
+
+
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     """Stopped in its first sum, so that nothing has to be quick here; its sockets stay open."""
     at = meeting_place("file", tmp_path)
@@ -141,6 +165,30 @@ def test_sums_of_one_and_what_is_closed() -> None:
         end.all_reduce(torch.zeros(1))
 
 
+def test_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            port = server.getsockname()[1]
+    except OSError:
+        pytest.skip("no IPv6 here")
+
+    def one(tp_rank: int) -> list[float]:
+        at = f"tcp://[::1]:{port}"
+        end = connect(TensorParallel(rank=TPRank(2, tp_rank), rendezvous=at, bind_host="::1"), "x")
+        values = torch.tensor([1.0, tp_rank])
+        end.all_reduce(values)
+        return values.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [[2.0, 1.0]] * 2
+
+
+def test_a_pytorch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(EngineError, match="need a PyTorch that was built with gloo"):
+        connect(TensorParallel(rank=TPRank(), rendezvous="tcp://127.0.0.1:1"), "x")
+
+
 def test_the_rendezvous_listens_where_it_was_told_to() -> None:
     """Decision 5: torch's own store would listen on every address."""
     port = free_port()
@@ -166,6 +214,16 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     part = Part(tp_rank=0, tp_size=3, rendezvous=f"file://{tmp_path}/m", rendezvous_timeout_s=0.2)
     with pytest.raises(EngineError, match=r"tp_rank 1, 2 of 3 did not come within 0\.2 s"):
         connect(tensor_parallel(part), "x")
+
+
+def test_a_rank_that_dies_between_meeting_and_connecting(tmp_path: Path) -> None:
+    """It has said who it is, and never opens a socket."""
+    mine = Part(tp_rank=0, tp_size=2, rendezvous=f"file://{tmp_path}/m", rendezvous_timeout_s=1.0)
+    store = FileStore(f"{tmp_path}/m", 2)
+    store.add("claims/1", 1)
+    store.set("identities/1", "tp_size 2, x")
+    with pytest.raises(EngineError, match="tp_rank 0 of 2 could not meet its group at file:///"):
+        connect(tensor_parallel(mine), "x")
 
 
 def test_a_rendezvous_serves_one_start(tmp_path: Path) -> None:

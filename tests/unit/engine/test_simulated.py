@@ -197,6 +197,22 @@ def test_content_does_not_depend_on_the_rank() -> None:
     assert seqs[0].token_ids == seqs[1].token_ids == seqs[2].token_ids
 
 
+def test_more_ranks_than_heads_hold_copies() -> None:
+    """R80: neighbours hold one head's bytes; they are those of the whole group's head."""
+    whole = make_rig(num_kv_heads=2)
+    parts = [make_rig(num_kv_heads=2, tp_size=4, tp_rank=rank) for rank in range(4)]
+    seqs = [prefilled(rig) for rig in (whole, *parts)]
+    blocks = [
+        bytes(rig.block(0, seq.blocks["full"][0]))
+        for rig, seq in zip((whole, *parts), seqs, strict=True)
+    ]
+    assert blocks[1] == blocks[2] != blocks[3] == blocks[4]
+    width = parts[0].runner.kv_cache_spec.entries[0].token_bytes
+    assert blocks[0][:width] == blocks[1][:width]
+    assert blocks[0][width : 2 * width] == blocks[3][:width]
+    assert all(seq.token_ids == seqs[0].token_ids for seq in seqs)
+
+
 def test_eos_comes_at_its_rate_and_never_otherwise() -> None:
     often = SimulatedConfig(eos_period=10, eos_token_id=7)
     tokens = simulated_tokens(often, PROMPT, 2000)
@@ -229,7 +245,7 @@ def test_cost_is_reported_and_slept_only_when_asked() -> None:
     [
         ({"head_dim": 8}, "head_dim is 8 bytes"),
         ({"head_dim": 20}, "head_dim is 20 bytes"),
-        ({"tp_size": 3}, "tp_size 3 does not divide num_kv_heads 2"),
+        ({"tp_size": 3}, "tp_size 3 neither divides num_kv_heads 2 nor"),
         ({"tp_size": 2, "tp_rank": 2}, r"tp_rank 2 is not within 0\.\.1"),
         ({"eos_token_id": 1000}, "eos_token_id 1000 is not within a vocabulary of 1000"),
         ({"num_layers": 0}, "must be at least 1"),
