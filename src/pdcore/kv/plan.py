@@ -283,7 +283,7 @@ def _paired(src: KVCacheSpec, dst: KVCacheSpec) -> list[tuple[int, int]]:
 def _match(
     src: KVCacheEntry, dst: KVCacheEntry, src_spec: KVCacheSpec, dst_spec: KVCacheSpec
 ) -> TokenSlice:
-    if attrs.evolve(src, num_heads=dst.num_heads, block_size=dst.block_size) != dst:
+    if src.kind != dst.kind:
         ours, theirs = attrs.asdict(src), attrs.asdict(dst)
         free = ("num_heads", "block_size")
         differ = [name for name in ours if ours[name] != theirs[name] and name not in free]

@@ -79,6 +79,16 @@ class KVCacheEntry:
         return ConfigError(f"entry {self.name}: {field} {attrs.asdict(self)[field]}; {remedy}")
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What both sides of a transfer must have equal: all but heads per rank, which follow
+        from the TP size, and the block size (:mod:`pdcore.kv.reblock`)."""
+        return (
+            self.name, self.layer, self.manager_key, self.dtype, self.total_num_heads,
+            self.head_dim, self.layout, self.sliding_window, self.is_mla, self.is_per_rank,
+            self.compress_ratio,
+        )  # fmt: skip
+
+    @property
     def storage_block_size(self) -> int:
         """Rows of one block (R110)."""
         return self.block_size // self.compress_ratio
@@ -141,11 +151,7 @@ class KVCacheSpec:
             return self.model_digest
         h = hashlib.sha256()
         for e in sorted(self.entries, key=lambda entry: entry.name):
-            h.update(
-                f"{e.name}|{e.layer}|{e.manager_key}|{e.dtype}|{e.total_num_heads}|"
-                f"{e.head_dim}|{e.layout}|{e.sliding_window}|{e.is_mla}|{e.is_per_rank}|"
-                f"{e.compress_ratio}\n".encode()
-            )
+            h.update("|".join(map(str, e.kind)).encode() + b"\n")
         return h.hexdigest()[:32]
 
 

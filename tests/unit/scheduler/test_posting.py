@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
 
@@ -9,11 +10,13 @@ from pdcore.control.codec import pack_block_ids
 from pdcore.control.messages import Handshake
 from pdcore.errors import CodecError
 from pdcore.fsm.effects import PostTransfer
+from pdcore.kv.layout import place_entries, staged
 from pdcore.kv.plan import LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS
+from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.posting import PlanError, fill_transfer
-from pdcore.scheduler.setup import CoreSetup, read_endpoint
+from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
 from pdcore.types import LeaseId, RoomKey
-from tests.unit.scheduler.kit import BLOCK, DECODE, PREFILL, make_setup
+from tests.unit.scheduler.kit import BLOCK, DECODE, PREFILL, make_setup, make_spec
 
 SETUP = make_setup(PREFILL)
 DESTINATION = read_endpoint(SETUP, make_setup(num_blocks=32).endpoint())
@@ -142,3 +145,43 @@ def test_a_longer_lease_than_the_prompt_is_not_written_past_the_prompt() -> None
 def test_torn_block_ids_are_a_codec_error(data: bytes) -> None:
     with pytest.raises(CodecError):
         fill(0, 14, {"full": data})
+
+
+def sent(effect: PostTransfer) -> int:
+    return sum(batch.num_bytes for batch in effect.batches)
+
+
+def test_a_decode_with_blocks_of_another_size_gets_the_same_tokens() -> None:
+    """Blocks of 4 tokens into blocks of 6, in two parts that end inside a block."""
+    spec = make_spec(block_size=6)
+    place, _ = place_entries(spec, 32)
+    there = Destination(spec, place, b"here")
+    message = handshake({"full": pack_block_ids([10, 11, 30])})
+    row = sum(entry.token_bytes for entry in spec.entries)
+    effects = [
+        fill_transfer(post(*part), SETUP, there, message, {"full": SOURCE})
+        for part in ((0, 8), (8, 6))
+    ]
+    assert [sent(effect) for effect in effects] == [8 * row, 6 * row]
+    assert [len(effect.ranges) for effect in effects] == [1, 1]
+    short = handshake({"full": pack_block_ids([10, 11])})
+    with pytest.raises(PlanError, match=r"tokens 8\.\.14 need 2 blocks, decode leased 1"):
+        fill_transfer(post(8, 6), SETUP, there, short, {"full": SOURCE})
+
+
+def test_r4_a_stage_fills_its_own_layers_whatever_managers_the_other_has() -> None:
+    """R4: layer 1 has a manager of its own, which the first stage does not know."""
+    first = make_spec().entries[0]
+    other = attrs.evolve(first, name="layer1.k", manager_key="other", layer=1)
+    model = KVCacheSpec((first, other))
+    stage = staged(model, 2, 0)
+    place, _ = place_entries(stage, 64)
+    setup = attrs.evolve(SETUP, spec=stage, placement=place)
+    at, _ = place_entries(model, 64)
+    tables = {"full": pack_block_ids(TARGET), "other": pack_block_ids(TARGET)}
+    there = Destination(model, at, b"here")
+    effect = fill_transfer(post(0, 14), setup, there, handshake(tables), {"full": SOURCE})
+    assert sent(effect) == 4 * first.item_len
+    del tables["full"]
+    with pytest.raises(PlanError, match="decode has none for manager key 'full'"):
+        fill_transfer(post(0, 14), setup, there, handshake(tables), {"full": SOURCE})
