@@ -54,15 +54,15 @@ class CostModel:
 
     def step_s(self, batch: Batch) -> float:
         """Seconds that ``batch`` takes."""
-        pairs = list(zip(batch.query_lens, batch.num_computed_tokens, strict=True))
         if batch.phase is Phase.PREFILL:
+            pairs = zip(batch.query_lens, batch.num_computed_tokens, strict=True)
             quadratic = sum(new * (computed + new / 2) for new, computed in pairs)
             return (
                 self.prefill_base_s
                 + self.prefill_token_s * batch.num_tokens
                 + self.prefill_pair_s * quadratic
             )
-        context = sum(new + computed for new, computed in pairs)
+        context = sum(batch.query_lens) + sum(batch.num_computed_tokens)
         return (
             self.decode_base_s
             + self.decode_sequence_s * len(batch)
@@ -222,14 +222,15 @@ class SimulatedRunner:
     def execute_model(self, batch: Batch) -> StepOutput:
         if self._cache is None or self._limits is None:
             raise EngineError("the runner has no KV cache: not initialised, or shut down")
-        if not len(batch):
+        num_seqs = len(batch)
+        if not num_seqs:
             return StepOutput([])
         slots = batch_slots(batch, self._limits)
         self._step += 1
         self._verify(batch, slots, self._cache)
         last = self._cache.append(batch, slots, learn=self.config.verify_all)
-        tokens: list[int | None] = [None] * len(batch)
-        logprobs: list[Sequence[float] | None] = [None] * len(batch)
+        tokens: list[int | None] = [None] * num_seqs
+        logprobs: list[Sequence[float] | None] = [None] * num_seqs
         for i, sample in enumerate(batch.sample):
             if sample:
                 params, position = batch.sampling[i], len(slots[i])

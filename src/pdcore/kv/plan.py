@@ -165,7 +165,7 @@ class KVPlanner:
             if part[0] >= part[1]:
                 continue
             size = group.shape.dst_size
-            _check_once(key, dst[part[0] // size : -(-part[1] // size)])
+            _check_once(key, dst_blocks[key][part[0] // size : -(-part[1] // size)])
             first, last = _shared_blocks(part, size, share)
             if group.shape.src_size != size:
                 part = max(part[0], first * size), min(part[1], last * size)
@@ -351,9 +351,9 @@ def _shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int,
     return first + count * rank // ranks, first + count * (rank + 1) // ranks
 
 
-def _check_once(key: str, dst: Int64Array) -> None:
-    ordered = np.sort(dst[dst != NULL_BLOCK])
-    if np.count_nonzero(ordered[1:] == ordered[:-1]):
+def _check_once(key: str, dst: Sequence[int]) -> None:
+    real = [block for block in dst if block != NULL_BLOCK]
+    if len(set(real)) != len(real):
         raise IncompatibleError(f"{key}: decode lists one block twice")
 
 

@@ -49,7 +49,7 @@ class SimRouter:
     def kill(self, back_after_s: float) -> None:
         if self.process.is_dead:
             return
-        now_s = self.site.loop.time()
+        now_s = self.site.loop.now_s
         self.site.loop.kill_process(self.process)
         self.site.wire.unlisten(ROUTER)
         self.site.wire.lose(self.process)
@@ -134,7 +134,7 @@ class Cluster:
         self.lives[rank.incarnation] = rank
         self.arm_network()
         call = self._fabric_call
-        if call is not None and call.when() > self.site.loop.time() + MAX_STEP_S * self.slowness:
+        if call is not None and call.when() > self.site.loop.now_s + MAX_STEP_S * self.slowness:
             call.cancel()  # it waits for a late write only
             call = self._fabric_call = None
         if call is None and not self.site.fabric.is_idle:
@@ -168,7 +168,7 @@ class Cluster:
     def _move(self) -> None:
         """One chunk of one transfer moves; whoever may care looks."""
         self._fabric_call = None
-        fabric, now_s = self.site.fabric, self.site.loop.time()
+        fabric, now_s = self.site.fabric, self.site.loop.now_s
         may_move: list[int] = []
         first_s = float("inf")
         for index, action in enumerate(fabric.pending()):
@@ -192,7 +192,7 @@ class Cluster:
         if due_s is None:
             rng = self.site.rng
             delay_s = rng.random() * MAX_LATE_S if rng.random() < 0.7 else 0.0
-            due_s = self._late[key] = self.site.loop.time() + delay_s
+            due_s = self._late[key] = self.site.loop.now_s + delay_s
         return due_s
 
     def _tell(self, action: Action) -> None:

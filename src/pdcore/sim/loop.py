@@ -114,7 +114,8 @@ class _Calls(asyncio.BaseEventLoop):
     def __init__(self, start_s: float) -> None:
         self._is_running = False
         super().__init__()
-        self._now_s = start_s
+        #: Virtual time in seconds; read here by whoever asks a hundred times per request.
+        self.now_s = start_s
         #: What is ready, in the order of becoming so.
         self._queue: list[_Call] = []
         self._timers: list[tuple[float, int, _Call]] = []
@@ -125,7 +126,7 @@ class _Calls(asyncio.BaseEventLoop):
         self._made: list[tuple[Process | None, asyncio.Task[object]]] = []
 
     def time(self) -> float:
-        return self._now_s
+        return self.now_s
 
     def call_soon(
         self,
@@ -156,7 +157,7 @@ class _Calls(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
 
     def call_at(
         self,
@@ -286,7 +287,7 @@ class SimLoop(_Calls):
             ready, self._queue = self._queue, []
             if not ready:
                 self._jump()
-            while timers and timers[0][0] <= self._now_s:
+            while timers and timers[0][0] <= self.now_s:
                 call = heappop(timers)[2]
                 if call.function is not None:
                     ready.append(call)
@@ -295,7 +296,7 @@ class SimLoop(_Calls):
                 ready = _shuffled(ready, shuffle)
             self._num_at_once += turn
             if self._num_at_once > MAX_CALLS_AT_ONCE:
-                raise Deadlock(f"time stands still at {self._now_s:.6f} s: somebody never sleeps")
+                raise Deadlock(f"time stands still at {self.now_s:.6f} s: somebody never sleeps")
             left = iter(ready)
             try:
                 for call in left:
@@ -317,8 +318,8 @@ class SimLoop(_Calls):
             heappop(timers)
         if not timers:
             raise Deadlock("nothing is ready and no timer is set: somebody waits for ever")
-        if timers[0][0] > self._now_s:
-            self._now_s = timers[0][0]
+        if timers[0][0] > self.now_s:
+            self.now_s = timers[0][0]
             self._num_at_once = 0
 
 

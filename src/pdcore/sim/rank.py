@@ -210,7 +210,7 @@ class SimRank:
 
     def wake(self) -> None:
         """An input is there: the loop's next iteration comes as soon as the engine is done."""
-        self._arm(max(self.site.loop.time() + WAKE_S, self._pace.busy_until_s))
+        self._arm(max(self.site.loop.now_s + WAKE_S, self._pace.busy_until_s))
 
     def close(self) -> None:
         """Its addresses are free for a successor. What it sent may still arrive."""
@@ -243,14 +243,14 @@ class SimRank:
         return worker
 
     def _compute(self, seconds: float) -> None:
-        self._pace.busy_until_s = self.site.loop.time() + seconds
+        self._pace.busy_until_s = self.site.loop.now_s + seconds
 
     def _sleep(self, timeout_s: float | None) -> None:
         self._pace.sleep_s = 1.0 if timeout_s is None else timeout_s
 
     def _step(self) -> None:
         self._pace.call = None
-        now_s = self.site.loop.time()
+        now_s = self.site.loop.now_s
         self._pace.busy_until_s = now_s + STEP_S
         self._pace.sleep_s = -1.0
         has_run = self.worker.step(None)

@@ -78,10 +78,10 @@ class SimClock:
         self._offset_s = UNIX_OFFSET_S + skew_s
 
     def monotonic(self) -> float:
-        return self._loop.time()
+        return self._loop.now_s
 
     def unix(self) -> float:
-        return self._loop.time() + self._offset_s
+        return self._loop.now_s + self._offset_s
 
 
 class Trace:
@@ -95,7 +95,7 @@ class Trace:
         self.lines: list[str] | None = [] if is_kept else None
 
     def __call__(self, what: str, detail: str) -> None:
-        line = f"{self._loop.time() - START_S:.6f} {what} {detail}"
+        line = f"{self._loop.now_s - START_S:.6f} {what} {detail}"
         self._fresh.append(line)
         if len(self._fresh) >= HASHED_LINES:
             self._hash_fresh()

@@ -163,14 +163,15 @@ class Connection:
 
     def post(self, direction: int, arrive: Callable[[], None]) -> None:
         """Let something happen at the other end: 0 at the client's, 1 at the server's."""
-        wire = self._wire
-        if wire.is_cut(self.client, self.server):
-            wire.hold(self.client, self.server, lambda: self.post(direction, arrive))
+        wire, client, server = self._wire, self.client, self.listener.process
+        if wire.is_cut(client, server):
+            wire.hold(client, server, lambda: self.post(direction, arrive))
             return
-        due_s = max(self._due_s[direction], wire.loop.time() + wire.delay_s())
+        due_s = wire.loop.now_s + wire.delay_s()
+        if due_s < self._due_s[direction]:
+            due_s = self._due_s[direction]
         self._due_s[direction] = due_s
-        process = self.server if direction else self.client
-        wire.loop.call_at(due_s, arrive, context=process.context)
+        wire.loop.call_at(due_s, arrive, context=(server if direction else client).context)
 
     def _expire(self, total_s: float) -> None:
         self.exchange.fail(ResponseTimeout(f"no complete answer in {total_s:g} s", sent=True))
@@ -290,7 +291,7 @@ class WireClient:
 
     async def _connect(self, origin: Origin, connect_s: float) -> Listener:
         wire = self._wire
-        now_s = wire.loop.time()
+        now_s = wire.loop.now_s
         until_s = now_s + connect_s
         arrived: asyncio.Future[None] = asyncio.Future(loop=wire.loop)
         wire.loop.call_at(now_s + wire.delay_s(), _resolve, arrived)
