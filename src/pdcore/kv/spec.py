@@ -7,6 +7,7 @@ name and compare digests instead of trusting list positions (R112 CHANGE, D35).
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Final
 
 import attrs
@@ -147,12 +148,16 @@ class KVCacheSpec:
         and block sizes (:mod:`pdcore.kv.reblock`). Names, layers, manager keys, dtypes, total
         heads, dims, layouts, windows and kinds are in (D35).
         """
-        if self.model_digest:
-            return self.model_digest
-        h = hashlib.sha256()
-        for e in sorted(self.entries, key=lambda entry: entry.name):
-            h.update("|".join(map(str, e.kind)).encode() + b"\n")
-        return h.hexdigest()[:32]
+        return self.model_digest or _digest_of(self)
+
+
+@lru_cache(maxsize=64)
+def _digest_of(spec: KVCacheSpec) -> str:
+    # Asked for with every request, and always of the same few specs.
+    h = hashlib.sha256()
+    for e in sorted(spec.entries, key=lambda entry: entry.name):
+        h.update("|".join(map(str, e.kind)).encode() + b"\n")
+    return h.hexdigest()[:32]
 
 
 @attrs.frozen(cache_hash=True)
