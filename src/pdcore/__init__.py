@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdcore.control.bootstrap_client import BootstrapClient
     from pdcore.control.messages import Finished, Tokens, WorkerMessage
     from pdcore.control.zmq import ZmqChannel
-    from pdcore.engine.base import Allocate, ModelRunner, RunnerCaps
+    from pdcore.engine.base import Allocate, GroupLost, ModelRunner, RunnerCaps
     from pdcore.engine.paging import PagedLimits, batch_slots, side_by_side
     from pdcore.engine.simulated import SimulatedRunner
     from pdcore.fsm import effects, events
@@ -87,6 +87,7 @@ _EXPORTS: Final[dict[str, tuple[str, str]]] = {
     # Level 2: a worker around your own engine.
     "Allocate": ("pdcore.engine.base", "Allocate"),
     "Finished": ("pdcore.control.messages", "Finished"),
+    "GroupLost": ("pdcore.engine.base", "GroupLost"),
     "LocalPort": ("pdcore.local", "LocalPort"),
     "ModelRunner": ("pdcore.engine.base", "ModelRunner"),
     "PagedLimits": ("pdcore.engine.paging", "PagedLimits"),
@@ -132,6 +133,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "GenerateRequest",
+    "GroupLost",
     "IdDetokenizer",
     "IdTokenizer",
     "Incarnation",
