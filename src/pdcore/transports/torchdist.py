@@ -34,7 +34,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Final
 
-import attrs
 import numpy as np
 
 from pdcore.errors import TransportError
@@ -49,7 +48,7 @@ from pdcore.transports.base import (
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.registry import TransportPlugin
+from pdcore.transports.registry import TransportPlugin, WorkerPlace
 from pdcore.transports.torchdist_courier import (
     CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
@@ -76,6 +75,7 @@ CAPS: Final = TransportCaps(
     alignment=1,
     detects_peer_death=True,
     death_fences=True,
+    cross_host=True,
 )
 
 
@@ -99,6 +99,7 @@ class TorchDistTransport:
     """
 
     name = NAME
+    caps = CAPS
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class TorchDistTransport:
     ) -> None:
         limits = _limits(chunk_bytes, stall_timeout_s, connect_timeout_s)
         self.incarnation = incarnation
-        self.caps = attrs.evolve(CAPS, cross_host=not _numeric(host).is_loopback)
+        _check_numeric(host)
         self._regions = RegionTable()
         backend_ = make_backend(backend, host, device_index)
         self._hub = Hub()
@@ -223,9 +224,9 @@ def _limits(chunk_bytes: int, stall_timeout_s: float, connect_timeout_s: float) 
         raise TransportError(f"torchdist: {error}") from error
 
 
-def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _check_numeric(host: str) -> None:
     try:
-        return ipaddress.ip_address(host)
+        ipaddress.ip_address(host)
     except ValueError:
         raise TransportError(
             f"host: {host!r} is not a numeric address; name the one at which peers reach this "
@@ -244,6 +245,11 @@ def _memory(size_bytes: int) -> memoryview:
     # The first transfer would pay for the page faults otherwise.
     np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
     return memory
+
+
+def _options_at(place: WorkerPlace) -> dict[str, object]:
+    # Not the address it binds: torch's stores and groups name the one they listen at.
+    return {"host": place.advertise_host}
 
 
 def _fixed_address() -> dict[str, object]:
@@ -279,6 +285,7 @@ if sys.platform == "linux":
 PLUGIN = TransportPlugin(
     create=TorchDistTransport,
     why_unavailable=why_unavailable,
+    options_at=_options_at,
     caps=CAPS,
     remedy="pip install 'pdcore[torch]', on Linux",
     cycles=30,

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
@@ -21,8 +22,16 @@ from pdcore.testing.transport_watch import Watched, pump, same
 from pdcore.testing.world import World, make_world
 from pdcore.transports import torchdist
 from pdcore.transports.base import Revocation, Transport
-from pdcore.transports.registry import create, load, require_reach
+from pdcore.transports.descriptor import decode
+from pdcore.transports.registry import (
+    WorkerPlace,
+    create,
+    create_for_worker,
+    load,
+    require_reach,
+)
 from pdcore.transports.torchdist import CAPS, TorchDistTransport, why_unavailable
+from pdcore.transports.torchdist_wire import decode_address
 from pdcore.types import Incarnation, RoomKey
 from tests.unit.transports.torchdist_rig import HOST, SOON_S, warm_up
 
@@ -96,13 +105,18 @@ def test_what_is_missing_is_declared() -> None:
     assert CAPS.device_kinds == ("cpu",)
 
 
-def test_reach_follows_the_address() -> None:
-    """A transport at a loopback address is found by nobody on another host."""
-    transport = create("torchdist", US)
-    assert not transport.caps.cross_host
-    transport.close()
-    with pytest.raises(ConfigError, match="within one host"):
-        require_reach("torchdist", ["10.9.9.9"])
+def test_a_worker_listens_where_its_peers_reach_it() -> None:
+    """Cross-host: at the advertised address, which torch hands on to the other side."""
+    require_reach("torchdist", ["10.9.9.9"])
+    place = WorkerPlace(bind_host="0.0.0.0", advertise_host="127.0.0.2")
+    transport = create_for_worker("torchdist", US, place)
+    try:
+        address = decode_address(decode(transport.descriptor(), "torchdist").blob)
+        assert address.host == "127.0.0.2"
+    finally:
+        transport.close()
+    with pytest.raises(ConfigError, match="asks nobody for a secret"):
+        create_for_worker("torchdist", US, attrs.evolve(place, secret="0123456789abcdef"))
 
 
 def has_ipv6() -> bool:
