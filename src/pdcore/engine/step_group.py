@@ -37,6 +37,9 @@ T = TypeVar("T")
 _REFUSED: Final = 1
 _WARM_UP: Final = 2
 
+#: Of the reason for a failure, as it is told to the other ranks.
+_REASON_BYTES: Final = 512
+
 
 @attrs.frozen
 class Choice:
@@ -78,7 +81,7 @@ class StepGroup:
         """``prepare()`` on every rank, then one vote: all ranks can run this batch.
 
         Raises EngineError, and the same step raises on every rank: what this rank's own
-        ``prepare`` raised, else which rank refused, else that batches differ. The next step
+        ``prepare`` raised, else who refused and why, else that batches differ. The next step
         may succeed.
         """
         if self._collective is None:
@@ -90,19 +93,14 @@ class StepGroup:
                 prepared = prepare()
             except EngineError as error:
                 refused = error
-            votes = self._gather(_REFUSED if refused else vote_of(batch))
-        if refused is not None:
-            raise refused
-        _check(votes)
+        self._vote(_REFUSED if refused else vote_of(batch), refused)
         assert prepared is not None
         return prepared
 
     def agree_to_warm_up(self) -> None:
         """All ranks are about to warm up. Raises EngineError where another one runs a step."""
         if self._collective is not None:
-            with self.unbroken():
-                votes = self._gather(_WARM_UP)
-            _check(votes)
+            self._vote(_WARM_UP)
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
@@ -137,11 +135,10 @@ class StepGroup:
                     said = [0.0, *choice.tokens, *choice.logprobs]
                     words.copy_(torch.tensor(said, dtype=torch.float64))
             self._collective.all_reduce(words)
-        if failed is not None:
-            raise failed
-        heard: list[float] = words.tolist()
-        if heard[0]:
-            raise EngineError("tp_rank 0 could not choose a token in this step: its log says why")
+            heard: list[float] = words.tolist()
+            reasons = self._hear(failed) if heard[0] else ""
+        if reasons:
+            raise failed or EngineError(reasons)
         tokens = [int(token) for token in heard[1 : 1 + num_tokens]]
         return Choice(tokens, heard[1 + num_tokens :])
 
@@ -149,6 +146,20 @@ class StepGroup:
         """Leave the group; the others' next step raises GroupLost. Idempotent."""
         if self._collective is not None:
             self._collective.close()
+
+    def _vote(self, vote: int, refused: EngineError | None = None) -> None:
+        """Returns when all ranks vote the same, and that is no refusal; raises on all else."""
+        with self.unbroken():
+            votes = self._gather(vote)
+            reasons = self._hear(refused) if _REFUSED in votes else ""
+        if reasons:
+            raise refused or EngineError(reasons)
+        differ = [rank for rank, other in enumerate(votes) if other != votes[0]]
+        if differ:
+            raise EngineError(
+                f"the ranks of the group were called with different batches: tp_rank {differ[0]} "
+                "with another one than tp_rank 0"
+            )
 
     def _gather(self, word: int) -> list[int]:
         """One positive 63-bit word of each rank, by rank: a sum of vectors with one entry."""
@@ -161,14 +172,15 @@ class StepGroup:
             raise GroupLost(f"the ranks are out of step: votes {votes}")
         return votes
 
-
-def _check(votes: Sequence[int]) -> None:
-    refused = [rank for rank, vote in enumerate(votes) if vote == _REFUSED]
-    if refused:
-        raise EngineError(f"tp_rank {refused[0]} refused the batch of this step: its log says why")
-    if len(set(votes)) > 1:
-        differ = [rank for rank, vote in enumerate(votes) if vote != votes[0]]
-        raise EngineError(
-            f"the ranks of the group were called with different batches: tp_rank {differ[0]} "
-            "with another one than tp_rank 0"
-        )
+    def _hear(self, own: EngineError | None) -> str:
+        """Why the ranks that failed did: a row of text each, added up. What the client is told
+        does not depend on which rank speaks for the group."""
+        assert self._collective is not None
+        said = torch.zeros(self.rank.tp_size, _REASON_BYTES, dtype=torch.uint8)
+        if own is not None:
+            text = (str(own) or "no reason given").encode()[:_REASON_BYTES]
+            said[self.rank.tp_rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        self._collective.all_reduce(said)
+        rows: list[list[int]] = said.tolist()
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+        return "; ".join(f"tp_rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import pytest
@@ -93,7 +94,38 @@ def test_a_refusal_is_heard_by_all_and_is_not_the_end() -> None:
 
     zero, one, two = together(3, work)
     assert one == "no"
-    assert zero == two == "tp_rank 1 refused the batch of this step: its log says why"
+    assert zero == two == "tp_rank 1: no"
+
+
+def test_reasons_of_several_ranks_and_long_ones() -> None:
+    """Each rank raises its own; who had none hears all, cut to what a sum holds."""
+
+    def work(group: StepGroup) -> str:
+        texts = ["", "x" * 600, "ä" * 400, None]
+        text = texts[group.rank.tp_rank]
+        with pytest.raises(EngineError) as caught:
+            group.agree(make_batch(), (lambda: 1) if text is None else lambda: refuse(text))
+        return str(caught.value)
+
+    *own, heard = together(4, work)
+    assert own == ["", "x" * 600, "ä" * 400]
+    expected = "tp_rank 0: no reason given; tp_rank 1: " + "x" * 512 + "; tp_rank 2: " + "ä" * 256
+    assert heard == expected
+
+
+def test_a_refusal_while_another_rank_warms_up() -> None:
+    """Every rank joins every sum, whatever it was about to do."""
+
+    def work(group: StepGroup) -> str:
+        step = group.agree_to_warm_up
+        if group.rank.tp_rank == 0:
+            step = partial(group.agree, make_batch(), refuse)
+        with pytest.raises(EngineError) as caught:
+            step()
+        group.agree_to_warm_up()
+        return str(caught.value)
+
+    assert together(2, work) == ["no", "tp_rank 0: no"]
 
 
 def test_a_bug_in_between_ends_the_group() -> None:
@@ -159,7 +191,7 @@ def test_a_choice_that_fails_fails_everywhere_and_is_not_the_end() -> None:
 
     assert together(2, work) == [
         "no finite logits",
-        "tp_rank 0 could not choose a token in this step: its log says why",
+        "tp_rank 0: no finite logits",
     ]
 
 
