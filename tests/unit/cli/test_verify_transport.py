@@ -145,8 +145,9 @@ def test_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("strangers")
 def test_a_strangers_transport_is_checked_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Issue 4, item 1: a package that registers a transport by entry point, with one promise
-    broken on purpose: that check fails, by name, and no other."""
-    status, printed = report(capsys, "careless")
+    broken on purpose: that check fails, by name, and no other. (Those with processes take long.)"""
+    quick = [check.name for check in CHECKS if check.guarantee != "process"]
+    status, printed = report(capsys, "careless", "--only", ",".join(quick))
     assert status == 1
     assert printed["ok"] is False
     transports = printed["transports"]
@@ -155,7 +156,7 @@ def test_a_strangers_transport_is_checked_by_its_name(capsys: pytest.CaptureFixt
     assert list(checks["failed"]) == ["deregister_in_flight"]
     assert "gave a region away that is in use" in checks["failed"]["deregister_in_flight"]
     assert checks["skipped"] == {}
-    assert len(checks["passed"]) == len(CHECKS) - 1
+    assert checks["passed"] == [name for name in quick if name != "deregister_in_flight"]
 
 
 @pytest.mark.usefixtures("strangers")
