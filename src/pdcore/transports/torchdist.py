@@ -59,7 +59,9 @@ from pdcore.transports.torchdist_group import make_backend
 from pdcore.transports.torchdist_hub import Ended, Hub
 from pdcore.transports.torchdist_receiver import Desk, Door
 from pdcore.transports.torchdist_sender import Sender
-from pdcore.transports.torchdist_wire import MAX_ROWS
+from pdcore.transports.torchdist_wire import (
+    MAX_ROWS,
+)
 from pdcore.types import Incarnation, LeaseId
 
 NAME: Final = "torchdist"

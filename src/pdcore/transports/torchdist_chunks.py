@@ -17,7 +17,10 @@ from pdcore.kv.plan import Int64Array, WriteBatch
 from pdcore.transports.base import RemoteLease
 from pdcore.transports.check import CopyPlan, plan_copies
 from pdcore.transports.copy import ByteArray, copy_pieces, copy_steps
-from pdcore.transports.torchdist_wire import MAX_ROWS, ChunkHead
+from pdcore.transports.torchdist_wire import (
+    MAX_ROWS,
+    ChunkHead,
+)
 
 #: The region number of the staging buffer in a plan of the receiver.
 STAGING = 0

@@ -17,16 +17,14 @@ import attrs
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.check import CopyPlan
 from pdcore.transports.copy import ByteArray
+from pdcore.transports.torchdist_channel import Channel, End, LinkOver
 from pdcore.transports.torchdist_chunks import Chunk, cut, gather
 from pdcore.transports.torchdist_group import Backend, GroupFailed, PairGroup, Staging, find_store
 from pdcore.transports.torchdist_wire import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    Channel,
     ChunkHead,
-    End,
     Kind,
-    LinkOver,
     decode_meeting,
 )
 from pdcore.types import LeaseId

@@ -15,7 +15,7 @@ from typing import Final
 import attrs
 
 from pdcore.transports.base import HandleStatus, Notification, PeerDied
-from pdcore.transports.torchdist_wire import End
+from pdcore.transports.torchdist_channel import End
 from pdcore.types import Incarnation
 
 #: Incarnations remembered as over; the oldest go first.

@@ -22,6 +22,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import Notification
 from pdcore.transports.check import CopyPlan
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.torchdist_channel import Channel, End, LinkOver
 from pdcore.transports.torchdist_chunks import plan_chunk, scatter
 from pdcore.transports.torchdist_courier import Limits
 from pdcore.transports.torchdist_group import (
@@ -35,16 +36,14 @@ from pdcore.transports.torchdist_hub import Hub
 from pdcore.transports.torchdist_wire import (
     MAX_REASON_BYTES,
     Address,
-    Channel,
     ChunkHead,
-    End,
     Kind,
-    LinkOver,
     Meeting,
+    Welcome,
     decode_chunk,
     decode_hello,
-    encode_regions,
 )
+from pdcore.transports.torchdist_witness import Witness, stamp
 from pdcore.types import Incarnation
 
 #: A caller that connects and says nothing is dropped after this long.
@@ -158,9 +157,10 @@ class Incoming:
             self._channel.farewell(Kind.REFUSED, str(error))
             raise LinkOver(End.DISCONNECTED, str(error)) from None
         self._incarnation = hello.incarnation
+        self._channel.witness = Witness(hello.stamp)
         with desk.hub.lock:
             regions = desk.regions.targets()
-        self._send(Kind.WELCOME, encode_regions(regions))
+        self._send(Kind.WELCOME, Welcome(stamp(), regions).encode())
 
     def _serve(self) -> None:
         """Chunk by chunk, until the connection is over. Raises LinkOver, GroupFailed."""

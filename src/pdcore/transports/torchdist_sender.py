@@ -24,21 +24,19 @@ from pdcore.transports.base import Completion, HandleStatus, PeerSession, Remote
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.torchdist_channel import Channel, End, LinkOver, dial
 from pdcore.transports.torchdist_courier import Job, Limits, Line, Stop, start
 from pdcore.transports.torchdist_group import Backend
 from pdcore.transports.torchdist_hub import Ended, Hub
 from pdcore.transports.torchdist_wire import (
     MAX_PAYLOAD_BYTES,
     Address,
-    Channel,
-    End,
     Hello,
     Kind,
-    LinkOver,
     decode_address,
-    decode_regions,
-    dial,
+    decode_welcome,
 )
+from pdcore.transports.torchdist_witness import Witness, stamp
 from pdcore.types import Incarnation
 
 #: Transfers that may wait for one peer.
@@ -57,7 +55,7 @@ def open_channel(
     deadline = time.monotonic() + timeout_s
     channel = dial(address, timeout_s)
     try:
-        hello = Hello(mine, descriptor.incarnation, address.token)
+        hello = Hello(mine, descriptor.incarnation, address.token, stamp())
         channel.send(Kind.HELLO, hello.encode(), timeout_s=timeout_s)
         answer = channel.receive(None, deadline)
         if answer is None:
@@ -67,8 +65,9 @@ def open_channel(
             raise TransportError(f"the peer refused: {body.decode(errors='replace')}")
         if kind is not Kind.WELCOME:
             raise TransportError(f"the peer answered {kind.name} instead of WELCOME")
-        regions = decode_regions(body)
-        if not descriptor.regions.items() <= regions.items():
+        welcome = decode_welcome(body)
+        channel.witness = Witness(welcome.stamp)
+        if not descriptor.regions.items() <= welcome.regions.items():
             raise TransportError("stale descriptor: it names regions the peer does not have")
     except LinkOver as over:
         channel.close()
@@ -77,7 +76,7 @@ def open_channel(
         channel.farewell(Kind.DISCONNECT, str(error))
         channel.close()
         raise
-    return channel, regions
+    return channel, welcome.regions
 
 
 class Outgoing:

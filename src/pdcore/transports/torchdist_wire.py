@@ -1,31 +1,23 @@
-"""Frames on the control connection of a torchdist pair, and the address one dials.
+"""Frames of the control connection of a torchdist pair, and the address one dials.
 
-torch.distributed moves bytes but says little else: it has no refusal, no cancel, and its
-waits know no other end than a time-out. So each pair has a TCP connection of its own
-beside the group, which says what comes next, what was placed, and, by its end, that the
-other process is gone.
+Read from a peer: every field is checked, nothing is allocated on its word.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import errno
 import ipaddress
-import os
-import select
-import socket
 import struct
-import time
 import zlib
 from typing import Final
 
 import attrs
 import numpy as np
 
-from pdcore.errors import PeerGone, TransportError
+from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
 from pdcore.transports.descriptor import MAX_REGIONS
+from pdcore.transports.torchdist_witness import STAMP
 from pdcore.types import Incarnation, LeaseId
 
 MAGIC: Final = b"PDTD"
@@ -37,20 +29,13 @@ MIN_CHUNK_BYTES: Final = 4096
 MAX_CHUNK_BYTES: Final = 1 << 30
 MAX_PAYLOAD_BYTES: Final = 65000
 TABLE_COLUMNS: Final = 5
-#: Seconds until an unreachable host is noticed: idle, then probes at intervals.
-KEEPALIVE_IDLE_S: Final = 10
-KEEPALIVE_INTERVAL_S: Final = 5
-KEEPALIVE_PROBES: Final = 4
-MAX_BACKEND_BYTES: Final = 32
 MAX_REASON_BYTES: Final = 2000
-#: How long the last word to a peer may take.
-FAREWELL_TIMEOUT_S: Final = 0.2
 
-_HEAD: Final = struct.Struct("<4sBBI")
-_HELLO: Final = struct.Struct("<16s16s16s")
+_HELLO: Final = struct.Struct(f"<16s16s16s{STAMP.size}s")
 _REGION: Final = struct.Struct("<IQ")
 _GROUP: Final = struct.Struct("<HI16s")
 _CHUNK: Final = struct.Struct("<16sqqIBI")
+_MAX_WELCOME_BYTES: Final = MAX_REGIONS * _REGION.size
 _BLOB: Final = struct.Struct("<IH16sB")
 
 _LAST: Final = 1
@@ -83,28 +68,6 @@ class Kind(enum.IntEnum):
     REJECTED = 13
     DISCONNECT = 14
     BYE = 15
-
-
-class End(enum.Enum):
-    """How a control connection ended, as far as this side can prove it."""
-
-    #: The other side said that nothing of this pair lands any more.
-    DISCONNECTED = "disconnected"
-    #: It said so for its whole incarnation.
-    CLOSED = "closed"
-    #: Its process is gone: nobody else closes the connection without a word.
-    DIED = "died"
-    #: Unreachable; the process may be alive.
-    LOST = "lost"
-
-
-class LinkOver(TransportError):
-    """The control connection is over."""
-
-    def __init__(self, end: End, detail: str) -> None:
-        super().__init__(detail)
-        self.end = end
-        self.detail = detail
 
 
 @attrs.frozen
@@ -145,28 +108,39 @@ class Hello:
     incarnation: Incarnation
     target: Incarnation
     token: bytes
+    #: Which process the sender is (see torchdist_witness).
+    stamp: bytes
 
     def encode(self) -> bytes:
-        return _HELLO.pack(self.incarnation, self.target, self.token)
+        return _HELLO.pack(self.incarnation, self.target, self.token, self.stamp)
 
 
 def decode_hello(body: bytes) -> Hello:
     """Raises TransportError."""
     if len(body) != _HELLO.size:
         raise TransportError("malformed HELLO")
-    incarnation, target, token = _HELLO.unpack(body)
-    return Hello(Incarnation(incarnation), Incarnation(target), token)
+    incarnation, target, token, stamp = _HELLO.unpack(body)
+    return Hello(Incarnation(incarnation), Incarnation(target), token, stamp)
 
 
-def encode_regions(regions: dict[int, int]) -> bytes:
-    return b"".join(_REGION.pack(region, size) for region, size in regions.items())
+@attrs.frozen
+class Welcome:
+    """``regions`` maps ids to bytes; ``stamp`` says which process the receiver is."""
+
+    stamp: bytes
+    regions: dict[int, int]
+
+    def encode(self) -> bytes:
+        parts = [_REGION.pack(region, size) for region, size in self.regions.items()]
+        return b"".join([self.stamp, *parts])
 
 
-def decode_regions(body: bytes) -> dict[int, int]:
+def decode_welcome(body: bytes) -> Welcome:
     """Raises TransportError."""
-    if len(body) % _REGION.size or len(body) > MAX_REGIONS * _REGION.size:
+    stamp, rows = body[: STAMP.size], body[STAMP.size :]
+    if len(stamp) != STAMP.size or len(rows) % _REGION.size or len(rows) > _MAX_WELCOME_BYTES:
         raise TransportError("malformed WELCOME")
-    return dict(_REGION.iter_unpack(body))
+    return Welcome(stamp, dict(_REGION.iter_unpack(rows)))
 
 
 @attrs.frozen
@@ -229,143 +203,3 @@ def decode_chunk(body: bytes) -> ChunkHead:
         bool(flags & _LAST),
         payload if flags & _NOTIFY else None,
     )
-
-
-class _Empty(Exception):
-    """Nothing to read now."""
-
-
-class Channel:
-    """One control connection, used by one thread at a time; takes the socket over."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-        self._sock = sock
-        self._buffered = bytearray()
-
-    def send(self, kind: Kind, body: bytes = b"", *, timeout_s: float) -> None:
-        """Raises LinkOver when the connection is over or takes nothing for so long."""
-        data = memoryview(_HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
-        deadline = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._sock, select.POLLOUT)
-        while data:
-            try:
-                data = data[self._sock.send(data, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise LinkOver(End.LOST, "the peer reads nothing: stopped?") from None
-                poller.poll(max(1, int(left * 1000)))
-            except OSError as error:
-                raise self._last_word() or _over(error) from None
-
-    def farewell(self, kind: Kind, why: str = "") -> None:
-        """The last word, if there is anybody to hear it. Without one the peer would take
-        the end of the connection for the end of this process."""
-        with contextlib.suppress(LinkOver):
-            body = why.encode()[:MAX_REASON_BYTES]
-            self.send(kind, body, timeout_s=FAREWELL_TIMEOUT_S)
-
-    def receive(self, wake: int | None, deadline: float | None = None) -> tuple[Kind, bytes] | None:
-        """The next frame; None when ``wake`` became readable or the deadline passed.
-
-        Raises LinkOver: the peer said goodbye, the connection broke, or this is no frame.
-        """
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if wake is not None:
-            poller.register(wake, select.POLLIN)
-        while True:
-            frame = self._take()
-            if frame is not None:
-                return _heard(*frame)
-            left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
-            ready = [fd for fd, _ in poller.poll(left)]
-            if self._sock.fileno() in ready:
-                with contextlib.suppress(_Empty):
-                    self._fill()
-            elif wake in ready:
-                os.eventfd_read(wake)
-                return None
-            elif deadline is not None and time.monotonic() >= deadline:
-                return None
-
-    def close(self) -> None:
-        """What was sent before still arrives."""
-        self._sock.close()
-
-    def _last_word(self) -> LinkOver | None:
-        """A goodbye that came before the connection broke under us."""
-        try:
-            while True:
-                frame = self._take()
-                if frame is None:
-                    self._fill()
-                else:
-                    _heard(*frame)
-        except LinkOver as over:
-            return over
-        except _Empty:
-            return None
-
-    def _fill(self) -> None:
-        try:
-            data = self._sock.recv(1 << 18)
-        except BlockingIOError:
-            raise _Empty from None
-        except OSError as error:
-            raise _over(error) from None
-        if not data:
-            raise LinkOver(End.DIED, "its process is gone")
-        self._buffered += data
-
-    def _take(self) -> tuple[Kind, bytes] | None:
-        if len(self._buffered) < _HEAD.size:
-            return None
-        magic, version, number, size = _HEAD.unpack_from(self._buffered)
-        if magic != MAGIC or version != VERSION or size > MAX_BODY_BYTES:
-            raise LinkOver(End.LOST, "the peer speaks another protocol or version")
-        end = _HEAD.size + size
-        if len(self._buffered) < end:
-            return None
-        body = bytes(self._buffered[_HEAD.size : end])
-        del self._buffered[:end]
-        try:
-            return Kind(number), body
-        except ValueError:
-            raise LinkOver(End.LOST, f"the peer sent an unknown frame {number}") from None
-
-
-def _heard(kind: Kind, body: bytes) -> tuple[Kind, bytes]:
-    """Raises LinkOver for a goodbye."""
-    if kind is Kind.DISCONNECT:
-        raise LinkOver(End.DISCONNECTED, body.decode(errors="replace"))
-    if kind is Kind.BYE:
-        raise LinkOver(End.CLOSED, "closed its transport")
-    return kind, body
-
-
-def _over(error: OSError) -> LinkOver:
-    # Whoever closes in order says so first: a reset is what is left of a dead process. A
-    # host that cannot be reached proves nothing.
-    if error.errno in (errno.ECONNRESET, errno.EPIPE):
-        return LinkOver(End.DIED, f"its process is gone ({error.strerror})")
-    return LinkOver(End.LOST, f"the connection broke: {error.strerror}")
-
-
-def dial(address: Address, timeout_s: float) -> Channel:
-    """Raises PeerGone when nobody answers, TransportError when it cannot be reached."""
-    try:
-        return Channel(socket.create_connection((address.host, address.port), timeout_s))
-    except ConnectionRefusedError:
-        raise PeerGone("nobody listens at the peer's address: its process is gone") from None
-    except TimeoutError:
-        raise PeerGone("the peer does not accept connections: stopped, or overloaded") from None
-    except OSError as error:
-        raise TransportError(f"cannot connect to the peer: {error.strerror}") from error

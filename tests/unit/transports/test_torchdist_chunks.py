@@ -13,7 +13,10 @@ from pdcore.transports.base import RemoteLease
 from pdcore.transports.check import CopyPlan, plan_copies
 from pdcore.transports.copy import ByteArray, copy_steps
 from pdcore.transports.torchdist_chunks import Chunk, cut, gather, plan_chunk, scatter
-from pdcore.transports.torchdist_wire import ChunkHead, decode_chunk
+from pdcore.transports.torchdist_wire import (
+    ChunkHead,
+    decode_chunk,
+)
 from pdcore.types import Incarnation, LeaseId
 from tests.unit.transports.torchdist_rig import rows
 

@@ -14,10 +14,14 @@ from pdcore.kv.plan import WriteBatch
 from pdcore.testing.transport_harness import make_lease
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.check import plan_copies
+from pdcore.transports.torchdist_channel import Channel, End, LinkOver
 from pdcore.transports.torchdist_courier import Job, Limits, Line, Stop, start
 from pdcore.transports.torchdist_group import GlooBackend
 from pdcore.transports.torchdist_sender import open_channel
-from pdcore.transports.torchdist_wire import Channel, End, Kind, LinkOver, decode_address
+from pdcore.transports.torchdist_wire import (
+    Kind,
+    decode_address,
+)
 from pdcore.types import Incarnation
 from tests.unit.transports.torchdist_rig import (
     HOST,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from pdcore.transports.base import HandleStatus, Notification, PeerDied
+from pdcore.transports.torchdist_channel import End
 from pdcore.transports.torchdist_hub import Ended, Hub
-from pdcore.transports.torchdist_wire import End
 from pdcore.types import Incarnation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchdist is Linux")

@@ -16,6 +16,7 @@ from pdcore.kv.plan import WriteBatch
 from pdcore.testing.transport_harness import make_lease
 from pdcore.transports.base import Completion, HandleStatus, PeerDied, PeerSession
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.torchdist_channel import End, LinkOver
 from pdcore.transports.torchdist_courier import Limits
 from pdcore.transports.torchdist_group import GlooBackend
 from pdcore.transports.torchdist_hub import Ended, Hub
@@ -23,9 +24,7 @@ from pdcore.transports.torchdist_sender import MAX_QUEUED, Sender
 from pdcore.transports.torchdist_wire import (
     MAX_PAYLOAD_BYTES,
     Address,
-    End,
     Kind,
-    LinkOver,
 )
 from pdcore.types import Incarnation
 from tests.unit.transports.torchdist_rig import (

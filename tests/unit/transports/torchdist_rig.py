@@ -18,19 +18,20 @@ import numpy as np
 from pdcore.kv.plan import Int64Array
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.transports.descriptor import EndpointDescriptor, decode
+from pdcore.transports.torchdist_channel import Channel
 from pdcore.transports.torchdist_courier import Limits, Line, build_group
 from pdcore.transports.torchdist_group import Backend, PairGroup, Staging, Work, open_store
 from pdcore.transports.torchdist_sender import open_channel
 from pdcore.transports.torchdist_wire import (
     Address,
-    Channel,
     ChunkHead,
     Kind,
     Meeting,
+    Welcome,
     decode_address,
     decode_chunk,
-    encode_regions,
 )
+from pdcore.transports.torchdist_witness import NOBODY
 from pdcore.types import Incarnation, LeaseId
 
 HOST = "127.0.0.1"
@@ -150,7 +151,7 @@ class HandReceiver:
         if self.refusal:
             self.say(Kind.REFUSED, self.refusal)
         else:
-            self.say(Kind.WELCOME, encode_regions(self._regions))
+            self.say(Kind.WELCOME, Welcome(NOBODY, self._regions).encode())
 
     def welcomed(self) -> None:
         self._thread.join(SOON_S)
