@@ -285,6 +285,36 @@ def _refuse_scheduler_owned(name: str, written: CommentedMap) -> None:
             )
 
 
+#: Longer ones are something else than a secret.
+MAX_SECRET_BYTES: Final = 4096
+
+
+def read_secret(path: str) -> str | None:
+    """What ``disagg.transport_secret_file`` names, without the line end; "" is no secret.
+    Raises ConfigError, which never shows it."""
+    if not path:
+        return None
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SECRET_BYTES + 1)
+        secret = data.decode().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"transport_secret_file: {path} cannot be read: {error.strerror}"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"transport_secret_file: {path} is not text; make one with "
+            f"`openssl rand -hex 32 > {path}`"
+        ) from None
+    if len(data) > MAX_SECRET_BYTES or not secret:
+        raise ConfigError(
+            f"transport_secret_file: {path} has {'no' if not secret else 'too long a'} secret; "
+            f"make one with `openssl rand -hex 32 > {path}`"
+        )
+    return secret
+
+
 @attrs.frozen
 class Environment:
     """Every variable that pdcore reads, read once (R21, D56)."""

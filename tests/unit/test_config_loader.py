@@ -247,3 +247,21 @@ def test_yaml_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
             config_loader.read_yaml(path)
     with pytest.raises(ConfigError, match=r"--set model_config.dtype: nested too deeply"):
         config_loader.parse_setting(f"model_config.dtype={'[' * 500}")
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"\xff\xfe", b"x" * 5000])
+def test_what_is_no_secret(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"^transport_secret_file: .*openssl rand"):
+        config_loader.read_secret(str(file))
+
+
+def test_a_secret_is_a_file_without_its_line_end(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"a secret of enough bytes\r\n")
+    assert config_loader.read_secret(str(file)) == "a secret of enough bytes"
+    assert config_loader.read_secret("") is None
+    for missing in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            config_loader.read_secret(str(missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -11,8 +12,9 @@ import attrs
 from cyclopts import Parameter
 
 from pdcore.config import SIMULATED, DisaggConfig, InstanceConfig
-from pdcore.config_loader import Environment, load_instance, parse_setting
-from pdcore.errors import ConfigError
+from pdcore.config_loader import Environment, load_instance, parse_setting, read_secret
+from pdcore.errors import ConfigError, TransportError
+from pdcore.types import Incarnation
 
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 #: Values separated by commas or given several times.
@@ -44,6 +46,8 @@ class EngineFlags:
     """KV pool of one worker in blocks, instead of bytes."""
     transport: Annotated[str | None, Parameter(name=["--transport", "--engine-backend"])] = None
     """How KV moves; default auto. `pdcore doctor` lists what works here."""
+    transport_secret_file: str | None = None
+    """Transport socket: a file with a secret that all peers must know; default none."""
     log_level: str | None = None
     """debug, info, warning or error."""
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)] = ()
@@ -60,6 +64,7 @@ _SECTION_OF: Final = {
     "kv_cache_bytes": ("scheduler_config", "kv_cache_bytes"),
     "num_blocks": ("scheduler_config", "num_blocks"),
     "transport": ("disagg", "transport"),
+    "transport_secret_file": ("disagg", "transport_secret_file"),
     "log_level": ("server_config", "log_level"),
 }
 
@@ -133,6 +138,21 @@ def check_transport(disagg: DisaggConfig) -> None:
     if reason is not None:
         raise ConfigError(f"transport {chosen!r} does not work on this machine: {reason}")
     registry.require_reach(chosen, disagg.other_hosts)
+    check_secret(chosen, disagg.transport_secret_file)
+
+
+def check_secret(transport: str, path: str) -> None:
+    """Raises ConfigError for a secret that a worker would refuse, where the message is short."""
+    from pdcore.transports import registry
+
+    secret = read_secret(path)
+    if secret is None:
+        return
+    try:
+        place = registry.WorkerPlace(secret=secret)
+        registry.create_for_worker(transport, Incarnation(os.urandom(16)), place).close()
+    except TransportError as error:
+        raise ConfigError(f"transport_secret_file: {path}: {error}") from None
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, ...]:

@@ -60,8 +60,8 @@ class NodeFlags:
     ips: Words = ()
     """Nodes of this role in order, separated by commas; others connect to ips[node-index]."""
     prefill_ips: Words = ()
-    """Decode: nodes whose bootstrap servers it may ask. Default: this machine, as another
-    one needs a transport that reaches it."""
+    """Decode: nodes whose bootstrap servers it may ask. Default: this machine; another one
+    needs --transport socket."""
     bootstrap_port: Annotated[tuple[int, ...], Parameter(negative="", show_default=False)] = ()
     """Of bootstrap servers; default 18800. The router takes one for all, or one each."""
     prefill_addrs: Words = ()
@@ -94,12 +94,13 @@ def serve(
     - `pdcore serve --role decode`
     - `pdcore serve --role router --prefill-addrs 127.0.0.1:8001 --decode-addrs 127.0.0.1:8100`
 
-    Prefill and decode run on one machine: the transports that come with pdcore move KV
-    within a host. The router may run elsewhere; 10.0.0.1 is their machine:
+    Prefill on 10.0.0.1, decode on 10.0.0.2, the router anywhere. --transport socket moves KV
+    between machines; both must be given the same secret, or a network of their own:
 
-    - `pdcore serve --role prefill --ips 10.0.0.1 --host 0.0.0.0`
-    - `pdcore serve --role decode --ips 10.0.0.1 --host 0.0.0.0 --prefill-ips 10.0.0.1`
-    - `pdcore serve --role router --prefill-addrs 10.0.0.1:8001 --decode-addrs 10.0.0.1:8100`
+    - `pdcore serve --role prefill --ips 10.0.0.1 --host 0.0.0.0 --transport socket`
+    - `pdcore serve --role decode --ips 10.0.0.2 --host 0.0.0.0 --prefill-ips 10.0.0.1
+      --transport socket`
+    - `pdcore serve --role router --prefill-addrs 10.0.0.1:8001 --decode-addrs 10.0.0.2:8100`
 
     Parameters
     ----------

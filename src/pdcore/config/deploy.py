@@ -48,7 +48,12 @@ class DisaggConfig:
     )
     bootstrap_port: int = port(BOOTSTRAP_PORT, "prefill only; 0: a free one", seed="18800")
     link_port: int = port(0, "leader to its workers", seed="5555 / 5556, +2 on decode")
-    transport: str = text("auto", "shm where both ends share a host", seed="memfabric")
+    transport: str = text(
+        "auto", "shm; between hosts name one that reaches them: socket", seed="memfabric"
+    )
+    transport_secret_file: str = text(
+        "", "transport socket: a secret of 16 bytes or more that all peers must know (D40)"
+    )
     node_index: int = bounded(0, "", "position of this node in `ips`", low=0)
     devices_per_node: int = bounded(1, "devices", "workers this node can hold", low=1)
     ips: tuple[str, ...] = _texts((LOOPBACK,), "nodes of this role, in order")

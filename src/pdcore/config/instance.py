@@ -143,6 +143,7 @@ class WorkerConfig:
     mem_fraction: float | None = None
     max_new_tokens: int | None = None
     transport: str = "auto"
+    transport_secret_file: str = ""
     bind_host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     log_level: str = "info"
@@ -204,6 +205,7 @@ def worker_config(
         mem_fraction=config.scheduler.mem_fraction_static,
         max_new_tokens=config.scheduler.max_new_tokens,
         transport=config.disagg.transport,
+        transport_secret_file=config.disagg.transport_secret_file,
         bind_host=config.disagg.host,
         advertise_host=config.disagg.local_ip,
         log_level=config.server.log_level,

@@ -15,6 +15,7 @@ import attrs
 from pdcore.assembly import WorkerOptions, build_worker
 from pdcore.background import Background
 from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
+from pdcore.config_loader import read_secret
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
 from pdcore.control.link import WorkerId, WorkerLink
 from pdcore.control.messages import WorkerReady
@@ -136,11 +137,12 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
     TransportError; what was opened before is closed again."""
     runner = load(config, on_progress)
     incarnation = Incarnation(os.urandom(16))
-    transport = registry.create_for_worker(config.transport, incarnation)
+    advertised = numeric_host(config.advertise_host)
+    place = place_of(config, advertised)
+    transport = registry.create_for_worker(config.transport, incarnation, place)
     with contextlib.ExitStack() as opened:
         opened.callback(runner.shutdown)
         opened.callback(transport.close)
-        advertised = numeric_host(config.advertise_host)
         channel = ZmqChannel(config.bind_host, advertised, thread_id=threading.get_ident)
         opened.callback(channel.close)
         worker = WorkerId(config.rank, incarnation)
@@ -149,14 +151,22 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
         return WorkerParts(config, runner, transport, channel, link, Background())
 
 
-def numeric_host(host: str) -> str:
+def place_of(config: WorkerConfig, advertised: str) -> registry.WorkerPlace:
+    """Where the transport listens, and what its peers must know. Raises ConfigError."""
+    host = config.bind_host
+    bound = host if host in ("", "*") else numeric_host(host, "host")
+    secret = read_secret(config.transport_secret_file)
+    return registry.WorkerPlace(bound, advertised, secret)
+
+
+def numeric_host(host: str, field: str = "local_ip") -> str:
     """The address behind a name, once, here: peers connect to numbers only. Raises
     ConfigError for a name that does not resolve."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"local_ip {host!r} does not resolve ({error}): name an address of this machine"
+            f"{field} {host!r} does not resolve ({error}): name an address of this machine"
         ) from None
 
 

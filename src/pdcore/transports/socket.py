@@ -291,6 +291,11 @@ PLUGIN = TransportPlugin(
     why_unavailable=why_unavailable,
     caps=CAPS,
     remedy="Linux 5.3 or later is needed",
+    options_at=lambda place: {
+        "host": place.bind_host,
+        "advertise": place.advertise_host,
+        "secret": place.secret,
+    },
     variants={UNIX: {"families": [UNIX]}, TCP: {"families": [TCP]}},
     fixed_address=lambda: {"port": free_port("127.0.0.1")},
 )

@@ -4,7 +4,7 @@ The end of a connection ends its transfers, but says little about the peer:
 
 - a BYE on the last connection of a life, or a pidfd, says that it is over (PeerDied);
 - the end of the stream, read by us, says that the *receiver* reads nothing more of it: its
-  transfers are quiesced. So does an error between processes of one host, whose kernel knows;
+  transfers are quiesced. So does an error within one network namespace, whose kernel knows;
 - any other error (a time-out, a reset by something on the way) leaves open whether bytes
   that are on their way still land. What was begun is then a debt (socket_debts).
 """
@@ -83,7 +83,7 @@ class Book:
         """The connection is over. Idempotent."""
         if not self.links.remove(link):
             return
-        is_local = link.origin is not None and link.origin.boot_id == self._here.boot_id
+        is_local = link.origin is not None and self._here.shares_network_with(link.origin)
         fenced = end is LinkEnd.STREAM or (end is LinkEnd.ERROR and is_local)
         self.give_up(link, why, fenced=fenced)
         if fenced:

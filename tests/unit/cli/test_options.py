@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import attrs
@@ -49,6 +50,7 @@ def test_every_flag_is_used() -> None:
     assert config.disagg.transport == "loopback"
     assert config.server.log_level == "error"
     untested = {f.name for f in attrs.fields(EngineFlags)} - {"kv_cache_bytes", "model"}
+    untested -= {"transport_secret_file"}  # loopback asks for none: its own test
     assert all(attrs.asdict(flags)[name] not in (None, ()) for name in untested)
 
 
@@ -134,3 +136,28 @@ def test_this_host_by_its_own_name_is_served() -> None:
 
 def test_words_are_split_at_commas() -> None:
     assert split_words(("a, b", "c", "")) == ("a", "b", "c")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
+def test_the_secret_of_the_transport_is_checked_at_the_start(tmp_path: Path) -> None:
+    """D40, D44: where the message is short, not in each worker; it is never shown."""
+    file = tmp_path / "secret"
+    file.write_text("a secret of enough bytes\n")
+    flags = attrs.evolve(SIMULATED, transport="socket", transport_secret_file=str(file))
+    assert instance_config(flags, ENV).disagg.transport_secret_file == str(file)
+    with pytest.raises(ConfigError, match="'loopback' asks nobody for a secret"):
+        instance_config(attrs.evolve(flags, transport="loopback"), ENV)
+    file.write_text("hunter2")
+    with pytest.raises(ConfigError, match="at least 16 are needed") as caught:
+        instance_config(flags, ENV)
+    assert "hunter2" not in str(caught.value)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"^transport_secret_file: .* cannot be read"):
+        instance_config(flags, ENV)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
+def test_another_host_is_served_over_sockets() -> None:
+    disagg = {"local_ip": "10.0.0.1", "ips": ["10.0.0.1", "10.0.0.2"]}
+    flags = attrs.evolve(SIMULATED, transport="socket")
+    assert instance_config(flags, ENV, None, {"disagg": disagg}).disagg.other_hosts == ("10.0.0.2",)

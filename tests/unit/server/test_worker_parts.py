@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import attrs
 import pytest
 
@@ -16,7 +18,9 @@ from pdcore.server.worker_parts import (
     load,
     num_blocks,
     numeric_host,
+    place_of,
 )
+from pdcore.transports.registry import WorkerPlace
 from pdcore.transports.shm_segment import available_bytes
 
 RUNNER = SimulatedRunner(SimulatedConfig())
@@ -128,3 +132,17 @@ def test_names_are_resolved_once_at_start() -> None:
     assert numeric_host("localhost") in ("127.0.0.1", "::1")
     with pytest.raises(ConfigError, match=r"local_ip 'a\.\.b' does not resolve"):
         numeric_host("a..b")
+
+
+def test_the_transport_learns_where_the_worker_stands(tmp_path: Path) -> None:
+    """R15: what to bind and what others dial, as numbers; and the secret, from its file."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of enough bytes\n")
+    config = worker(bind_host="localhost", transport_secret_file=str(secret))
+    place = place_of(config, "10.0.0.1")
+    assert place.bind_host in ("127.0.0.1", "::1")
+    assert place.advertise_host == "10.0.0.1"
+    assert place.secret == "a secret of enough bytes"
+    assert place_of(worker(bind_host="*"), "10.0.0.1") == WorkerPlace("*", "10.0.0.1")
+    with pytest.raises(ConfigError, match=r"^host 'a\.\.b' does not resolve"):
+        place_of(worker(bind_host="a..b"), "10.0.0.1")

@@ -39,7 +39,7 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_and_reasons() -> None:
-    assert {"loopback", "shm"} <= set(names())
+    assert {"loopback", "shm", "socket"} <= set(names())
     found = available()
     assert found["loopback"] is None
     assert found["shm"] is None or "shm" in found["shm"] or "Linux" in found["shm"]
@@ -67,6 +67,29 @@ def test_a_worker_gets_what_its_transport_wants_there(monkeypatch: pytest.Monkey
             create("loopback", US, address="worker")
     finally:
         transport.close()
+
+
+def test_a_worker_tells_its_transport_where_it_stands() -> None:
+    """socket: what to bind, what its peers dial, and the secret; the others do not ask."""
+    place = registry.WorkerPlace("0.0.0.0", "127.0.0.1", "a secret of enough bytes")
+    options_at = registry.load("socket").options_at
+    assert options_at is not None
+    assert options_at(place) == {
+        "host": "0.0.0.0",
+        "advertise": "127.0.0.1",
+        "secret": "a secret of enough bytes",
+    }
+    assert "enough bytes" not in repr(place)
+    registry.create_for_worker("loopback", US, registry.WorkerPlace()).close()
+    if available()["socket"] is None:
+        registry.create_for_worker("socket", US, place).close()
+
+
+def test_a_secret_that_nobody_would_ask_for_is_refused() -> None:
+    """D44: a setting that does nothing; here it would look like safety."""
+    place = registry.WorkerPlace(secret="a secret of enough bytes")
+    with pytest.raises(ConfigError, match="'loopback' asks nobody for a secret"):
+        registry.create_for_worker("loopback", US, place)
 
 
 def test_unknown_name_lists_the_known_ones() -> None:

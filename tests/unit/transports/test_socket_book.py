@@ -26,7 +26,7 @@ from pdcore.types import Incarnation, LeaseId
 
 PEER = Incarnation(b"p" * 16)
 HERE = this_origin()
-ELSEWHERE = attrs.evolve(HERE, boot_id=b"e" * 16)
+ELSEWHERE = attrs.evolve(HERE, network=HERE.network + 1)
 
 
 class Scene:
