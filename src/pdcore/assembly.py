@@ -19,16 +19,19 @@ from pdcore.config import DEFAULT_LIMITS, CoreLimits
 from pdcore.control.base import ControlChannel
 from pdcore.control.zmq import Poller, ZmqChannel, ZmqSource
 from pdcore.engine.base import ModelRunner
-from pdcore.errors import failure
+from pdcore.errors import ConfigError, failure
 from pdcore.executor import Executor, FetchRoute
 from pdcore.fsm.events import TopologyFetched
+from pdcore.group_worker import FollowerPort, Group, GroupPort, GroupWorker
 from pdcore.kv.cache import KVBlocks
 from pdcore.local import LocalPort
 from pdcore.scheduler.consensus import Consensus, LocalConsensus
 from pdcore.scheduler.decode import DecodeCore
+from pdcore.scheduler.lockstep import HUB, Lockstep, Voting
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.system_clock import SystemClock
+from pdcore.topology import ParallelLayout
 from pdcore.transports.base import Revocation, Transport
 from pdcore.types import PeerRef, Role
 from pdcore.worker import Core, LeaderPort, Ports, Worker
@@ -50,6 +53,9 @@ class WorkerOptions:
     instance: str
     num_blocks: int
     rank: int = 0
+    #: Of the instance. Where its groups have several ranks, ``group`` links this one to its own.
+    layout: ParallelLayout = attrs.field(factory=lambda: ParallelLayout(1))
+    group: GroupPort | None = None
     limits: CoreLimits = DEFAULT_LIMITS
     sources: Sequence[ZmqSource] = ()
     clock: Clock = attrs.field(factory=SystemClock)
@@ -70,7 +76,11 @@ def build_worker(
     background: BackgroundCalls | None = None,
 ) -> Worker:
     """A worker that is ready to :meth:`~pdcore.worker.Worker.run`. Nothing is published
-    yet: registering with a bootstrap server is the caller's last step (D34)."""
+    yet: registering with a bootstrap server is the caller's last step (D34).
+
+    All ranks of a group must be given the same limits and ``num_blocks``: they decide alike.
+    Raises ConfigError for a rank of a group without the link to it."""
+    group = join_group(options)
     setup = take_memory(runner, transport, channel, options)
     blocks = KVBlocks(runner.kv_cache_spec, options.num_blocks, runner.max_model_len)
     core: Core
@@ -81,12 +91,13 @@ def build_worker(
     background = background or Background()
     if isinstance(leader, LocalPort):
         leader.wake = background.wake
+    port = FollowerPort(leader) if group is not None and group.lockstep.rank != HUB else leader
     executor = Executor(
         setup,
         transport,
         channel,
-        leader.send,
-        options.consensus,
+        port.send,
+        options.consensus if group is None else group.voting,
         background,
         options.fetch_route or _no_route,
     )
@@ -94,8 +105,23 @@ def build_worker(
     wait = options.wait or make_wait(
         options.sources or own, (channel.fileno(), transport.fileno(), background.fileno())
     )
-    ports = Ports(transport, channel, leader, wait)
-    return Worker(core, runner, ports, executor, background, options.clock)
+    ports = Ports(transport, channel, port, wait)
+    if group is None:
+        return Worker(core, runner, ports, executor, background, options.clock)
+    return GroupWorker(core, runner, ports, executor, background, options.clock, group)
+
+
+def join_group(options: WorkerOptions) -> Group | None:
+    """None for a rank that is alone. Raises ConfigError."""
+    size = options.layout.group_size
+    if size == 1:
+        return None
+    if options.group is None:
+        raise ConfigError(
+            f"rank {options.rank} is one of a group of {size} ranks: it needs the link to them"
+        )
+    first = options.layout.group_ranks(options.rank)[0]
+    return Group(options.group, Lockstep(options.rank - first, size), Voting())
 
 
 def take_memory(
@@ -121,6 +147,8 @@ def take_memory(
         transport=transport.name,
         transport_descriptor=transport.descriptor(),
         quarantine_s=caps.quarantine_s if caps.revocation is Revocation.QUARANTINE else 0.0,
+        layout=options.layout,
+        group_size=options.layout.group_size,
     )
 
 

@@ -102,6 +102,11 @@ class EngineError(PdcoreError):
         self.seq_ids = frozenset(seq_ids)
 
 
+class GroupBroken(PdcoreError):
+    """The ranks of a group are out of step: nothing can be decided together any more, and the
+    group must be restarted (architecture, section 9)."""
+
+
 class LifecycleError(PdcoreError):
     """A lifecycle table, or the class it is compiled onto, is wrong: found at import."""
 

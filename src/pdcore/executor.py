@@ -116,7 +116,8 @@ class Executor:
             if isinstance(effect, SendMessage):
                 frames.setdefault(effect.to, []).append(effect.message)
             elif isinstance(effect, ReduceVotes):
-                events.append(self.consensus.reduce(effect))
+                if (reduced := self.consensus.reduce(effect)) is not None:
+                    events.append(reduced)
             elif (report := to_leader(effect)) is not None:
                 self.send(report)
             else:

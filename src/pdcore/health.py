@@ -18,7 +18,7 @@ from pdcore.control.messages import WorkerHealth
 from pdcore.errors import CodecError, OwnershipError
 from pdcore.scheduler.ledger import Rooms, accounts, audit
 from pdcore.scheduler.setup import CoreSetup
-from pdcore.types import RoomKey
+from pdcore.types import Batch, RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class Watch:
         self._audited: tuple[int, int] | None = None
         self._next_log_s = float("-inf")
         self._num_unsaid = 0
+
+    def ran(self, batch: Batch) -> None:
+        """A step of the engine is over."""
+        self.counters.steps += 1
+        self.counters.batch_tokens += batch.num_tokens
 
     def garbage_frame(self, error: CodecError, now: float) -> None:
         """Count it; whoever sends many of them must not fill the disk."""

@@ -261,24 +261,9 @@ class Worker:
 
     def _run_batch(self, batch: Batch) -> None:
         """Effects that the batch's scheduling caused go out first, results right after."""
-
-        def run() -> StepCompleted:
-            try:
-                output = self.runner.execute_model(batch)
-                checked = check_output(batch, output, self.runner.vocab_size)
-            except EngineError as error:
-                blamed = error.seq_ids.intersection(batch.seq_ids)
-                return StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
-            return StepCompleted(batch.batch_id, checked)
-
-        # A user's runner may raise anything; its batch fails, the loop goes on (D45).
-        done = attempt(run, "the model runner failed on %r", batch)
-        if isinstance(done, Raised):
-            why = f"the model runner raised {type(done.error).__name__}"
-            done = StepCompleted(batch.batch_id, None, failure("internal", why))
+        done = execute(self.runner, batch)
         now = self.clock.monotonic()
-        self.counters.steps += 1
-        self.counters.batch_tokens += batch.num_tokens
+        self.watch.ran(batch)
         self.core.handle_event(done, now)
         self._settle(now)
         if log.isEnabledFor(logging.DEBUG):
@@ -319,6 +304,26 @@ class Worker:
         if self.core.wants_tick:
             wait_s = 0.0
         return wait_s if max_wait_s is None else min(wait_s, max_wait_s)
+
+
+def execute(runner: ModelRunner, batch: Batch) -> StepCompleted:
+    """One step of the engine. A user's runner may raise anything; its batch fails, the loop
+    goes on (D45)."""
+
+    def run() -> StepCompleted:
+        try:
+            output = runner.execute_model(batch)
+            checked = check_output(batch, output, runner.vocab_size)
+        except EngineError as error:
+            blamed = error.seq_ids.intersection(batch.seq_ids)
+            return StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
+        return StepCompleted(batch.batch_id, checked)
+
+    done = attempt(run, "the model runner failed on %r", batch)
+    if isinstance(done, Raised):
+        why = f"the model runner raised {type(done.error).__name__}"
+        return StepCompleted(batch.batch_id, None, failure("internal", why))
+    return done
 
 
 def read_submit(message: Submit, vocab_size: int) -> GenerateRequest:

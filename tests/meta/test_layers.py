@@ -32,6 +32,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "pdcore.control",
         "pdcore.control.messages",
         "pdcore.control.codec",
+        "pdcore.control.ballots",
         "pdcore.fsm",
         "pdcore.fsm.states",
         "pdcore.fsm.events",
@@ -64,6 +65,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     5: ("pdcore.transports.*", "pdcore.control.*", "pdcore.engine.*"),
     6: (
         "pdcore.worker",
+        "pdcore.group_worker",
         "pdcore.executor",
         "pdcore.background",
         "pdcore.assembly",

@@ -96,11 +96,14 @@ class ForgetPeer(Effect, frozen=True, gc=False):
 
 class ReduceVotes(Effect, frozen=True, gc=False):
     """One vector per tick (architecture, section 9): MIN over the group. ``ids_hash``
-    detects ranks that no longer hold the same ids. Answered by ``VotesReduced``."""
+    detects ranks that no longer hold the same ids. ``failures``: (place in the vector, why) of
+    what failed on this rank, so that all ranks of a group end it for the same reason. Answered
+    by ``VotesReduced``."""
 
     sequence: int
     ids_hash: int
     votes: tuple[int, ...]
+    failures: tuple[tuple[int, Failure], ...] = ()
 
 
 class ReportAccepted(Effect, frozen=True, gc=False):

@@ -63,11 +63,13 @@ class TopologyFetched(Event, frozen=True, gc=False):
 
 
 class VotesReduced(Event, frozen=True, gc=False):
-    """``diverged``: the ranks of the group did not vote on the same ids."""
+    """``diverged``: the ranks of the group did not vote on the same ids. ``failures``: (place in
+    the vector, why), of the first rank on which it failed."""
 
     sequence: int
     votes: tuple[int, ...]
     diverged: bool = False
+    failures: tuple[tuple[int, Failure], ...] = ()
 
 
 class RequestRefused(Event, frozen=True, gc=False):

@@ -13,9 +13,10 @@ from pdcore.fsm.events import VotesReduced
 
 
 class Consensus(Protocol):
-    def reduce(self, votes: ReduceVotes) -> VotesReduced:
+    def reduce(self, votes: ReduceVotes) -> VotesReduced | None:
         """MIN over the group, element by element; every rank joins every call, with an
-        empty vector too. ``diverged`` when the ids hashes differ."""
+        empty vector too. ``diverged`` when the ids hashes differ. None: the answer follows
+        when all ranks have voted."""
         ...
 
 

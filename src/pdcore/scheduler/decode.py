@@ -121,6 +121,8 @@ class DecodeCore:
             case StepCompleted():
                 self.running.complete(event, now)
             case VotesReduced():
+                for record, why in self.rooms.failures_of(event):
+                    self.rooms.emit(record, record.receiver.failed_locally(why), now)
                 for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case TopologyFetched():

@@ -79,6 +79,10 @@ class DecodeRecord(RoomRecord):
         return state is ReceiverState.FAILED or (state is ReceiverState.DONE and self.is_reported)
 
     @property
+    def is_settled(self) -> bool:
+        return self.receiver.state in (ReceiverState.DONE, ReceiverState.FAILED)
+
+    @property
     def is_draining(self) -> bool:
         return self.receiver.state is ReceiverState.DRAINING
 

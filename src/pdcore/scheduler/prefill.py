@@ -78,7 +78,11 @@ class PrefillCore:
         self.inbox = PrefillInbox(self.rooms)
         #: Bound to destinations, tokens left to compute; FIFO.
         self.waiting: OrderedDict[RoomKey, PrefillRecord] = OrderedDict()
+        #: Of nonces and handles, which are this rank's own.
         self._ids = itertools.count(1)
+        #: The same on all ranks of a group: they speak of sequences and batches.
+        self._seq_ids = itertools.count(1)
+        self._batch_ids = itertools.count(1)
         self._batch: tuple[Batch, list[PrefillChunk]] | None = None
         # Early sends end on a block boundary, and only where no block is recycled while
         # a write may still read it (sliding windows send once, at the end).
@@ -100,7 +104,7 @@ class PrefillCore:
             gone = failure("cancelled", "replaced by a new attempt")
             self.abort(RoomKey(request.key.room, request.replaces), gone, now)
         sender = Sender(request.key, self.setup.me.incarnation, self._ids)
-        self.rooms.add(PrefillRecord(request, sender, next(self._ids), now))
+        self.rooms.add(PrefillRecord(request, sender, next(self._seq_ids), now))
         self.rooms.arm_heartbeat(now)
         self.rooms.out.append(ReportAccepted(request.key))
         self.inbox.answer_parked(request.key, now)
@@ -127,6 +131,8 @@ class PrefillCore:
             case StepCompleted():
                 self._complete_step(event, now)
             case VotesReduced():
+                for record, why in self.rooms.failures_of(event):
+                    self.rooms.emit(record, record.sender.failed_locally(why), now)
                 for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case RequestRefused() if event.key not in self.rooms.records:
@@ -190,7 +196,7 @@ class PrefillCore:
         )
         if not chunks:
             return None
-        batch = build_prefill_batch(next(self._ids), chunks, self.blocks)
+        batch = build_prefill_batch(next(self._batch_ids), chunks, self.blocks)
         self._batch = (batch, chunks)
         for chunk in chunks:
             record = self.rooms.records[chunk.seq.key]

@@ -75,6 +75,10 @@ class PrefillRecord(RoomRecord):
         return self.sender.state in (SenderState.DONE, SenderState.FAILED)
 
     @property
+    def is_settled(self) -> bool:
+        return self.is_over
+
+    @property
     def is_draining(self) -> bool:
         return self.sender.state is SenderState.DRAINING
 

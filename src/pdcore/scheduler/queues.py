@@ -9,27 +9,18 @@ ordered views of them. Nothing here knows which half of a request it serves.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Generic, NamedTuple, TypedDict, TypeVar
 
 from pdcore.config import CoreLimits
 from pdcore.errors import Overloaded, RoomInUse, failure
-from pdcore.fsm.effects import Effect, ReduceVotes, ReportFinished
-from pdcore.fsm.events import VotesReduced
+from pdcore.fsm.effects import Effect, ReportFinished
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.scheduler.timers import Timers
+from pdcore.scheduler.votes import VoteBook, VotingEntity
 from pdcore.types import Failure, FinishReason, GenerateRequest, PeerRef, RoomKey
 
 V = TypeVar("V")
-
-
-class VotingEntity(Protocol):
-    """What a record's lifecycle entity must answer."""
-
-    def vote(self) -> int: ...
-
-    def unanswered(self) -> Sequence[Effect]: ...
 
 
 class ExpiringTable(Generic[V]):
@@ -112,6 +103,11 @@ class RoomRecord:
         raise TypeError("a room record has an end: use a subclass")
 
     @property
+    def is_settled(self) -> bool:
+        """Its lifecycle is over, by a tick: it votes no more, and only lingers."""
+        raise TypeError("a room record has a lifecycle: use a subclass")
+
+    @property
     def is_draining(self) -> bool:
         """Answered, and somebody may still touch its blocks."""
         raise TypeError("a room record may drain: use a subclass")
@@ -142,26 +138,16 @@ class Tombstone(NamedTuple):
     failure: Failure | None
 
 
-class RoomBook(Generic[R]):
-    """All rooms of one core: records, tombstones, timers, the vote vector, the outbox."""
+class RoomBook(VoteBook[R]):
+    """All rooms of one core: records, votes, tombstones, timers, the outbox."""
 
     def __init__(self, limits: CoreLimits, group_size: int) -> None:
+        super().__init__(group_size)
         self.limits = limits
-        self.group_size = group_size
-        self.records: dict[RoomKey, R] = {}
         self.tombstones: ExpiringTable[Tombstone] = ExpiringTable(
             limits.tombstone_cap, limits.tombstone_ttl_s
         )
         self.timers = Timers()
-        self.out: list[Effect] = []
-        #: Records whose facts changed since their last vote, oldest first.
-        self._dirty: dict[RoomKey, None] = {}
-        #: The ids of the vector being reduced, None between ticks.
-        self._voting: tuple[RoomKey, ...] | None = None
-        self._sequence = 0
-        #: The ranks of this group once held different ids: nothing is committed any more,
-        #: the instance must be restarted (architecture, section 9).
-        self.is_diverged = False
         #: room -> attempts that have not been reported yet.
         self._live: dict[int, set[int]] = {}
 
@@ -171,7 +157,7 @@ class RoomBook(Generic[R]):
         """Raises RoomInUse or Overloaded. A live room is accepted only by the dispatch
         that names the attempt it replaces (D7)."""
         key = request.key
-        if key in self.records or self.tombstones.get(key, now) is not None:
+        if self._is_here(key) or self.tombstones.get(key, now) is not None:
             raise RoomInUse(f"room {key.room} attempt {key.attempt} was already dispatched here")
         others = self._live.get(key.room, set()) - {request.replaces or 0}
         if others:
@@ -182,9 +168,18 @@ class RoomBook(Generic[R]):
                 f"{self.limits.max_queued_requests} requests are queued here already; retry later"
             )
 
+    def _is_here(self, key: RoomKey) -> bool:
+        """In a group only what all ranks know alike may decide: not what lingers here."""
+        if self.group_size == 1:
+            return key in self.records
+        return key in self._voters or key.attempt in self._live.get(key.room, ())
+
     def add(self, record: R) -> None:
         key = record.key
+        self.forget(key)  # what may still linger of it
         self.records[key] = record
+        if not record.is_settled:
+            self._voters[key] = None
         self._live.setdefault(key.room, set()).add(key.attempt)
         self.timers.arm("deadline", key, record.deadline_s)
         self.touch(key)
@@ -196,6 +191,7 @@ class RoomBook(Generic[R]):
         for kind in ("deadline", "resend", "drain", "linger"):
             self.timers.disarm(kind, key)
         self._dirty.pop(key, None)
+        self._voters.pop(key, None)
         self._end(key)
 
     def _end(self, key: RoomKey) -> None:
@@ -248,48 +244,6 @@ class RoomBook(Generic[R]):
             )
         )
 
-    # --- voting -------------------------------------------------------------------------
-
-    def touch(self, key: RoomKey) -> None:
-        self._dirty[key] = None
-
-    @property
-    def wants_tick(self) -> bool:
-        if self._voting is not None or self.is_diverged:
-            return False
-        return bool(self._dirty) or self.group_size > 1
-
-    def begin_tick(self) -> None:
-        """Emit the vector of this tick. A group votes on every id it holds, so that all
-        ranks send the same vector; alone, only on what changed (cost follows change)."""
-        if self._voting is not None or self.is_diverged:
-            return
-        changed = self.records if self.group_size > 1 else self._dirty
-        keys = tuple(k for k in changed if k in self.records)
-        self._dirty.clear()
-        if not keys and self.group_size == 1:
-            return
-        self._voting = keys
-        self._sequence += 1
-        votes = tuple(self.records[key].entity.vote() for key in keys)
-        self.out.append(ReduceVotes(self._sequence, hash_keys(keys), votes))
-
-    def end_tick(self, reduced: VotesReduced) -> Iterator[tuple[R, int]]:
-        """(record, outcome) of the reduced vector, in vector order. A foreign or repeated
-        sequence is ignored; after a divergence nothing is committed, because a vote would
-        hit another request than it was cast for (D17)."""
-        keys = self._voting
-        if keys is None or reduced.sequence != self._sequence:
-            return
-        self._voting = None
-        if reduced.diverged or len(reduced.votes) != len(keys):
-            self.is_diverged = True
-            return
-        for key, vote in zip(keys, reduced.votes, strict=True):
-            record = self.records.get(key)
-            if record is not None:
-                yield record, vote
-
     # --- resending ----------------------------------------------------------------------
 
     def arm_resend(self, record: R, now: float) -> None:
@@ -310,12 +264,6 @@ class RoomBook(Generic[R]):
     def poll_effects(self) -> list[Effect]:
         out, self.out = self.out, []
         return out
-
-
-def hash_keys(keys: Sequence[RoomKey]) -> int:
-    """Order-sensitive hash of the ids in a vote vector (D17). Python's tuple hash of ints
-    is the same in every process."""
-    return hash(tuple(keys)) & ((1 << 63) - 1)
 
 
 def finish_reason_of(reason: Failure | None) -> FinishReason:

@@ -12,7 +12,7 @@ from pdcore.control.codec import (
     encode_endpoint,
 )
 from pdcore.control.messages import Endpoint
-from pdcore.errors import ConfigError, IncompatibleError
+from pdcore.errors import IncompatibleError
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.topology import InstanceProfile, ParallelLayout
 from pdcore.types import PeerRef
@@ -40,13 +40,6 @@ class CoreSetup:
     #: Token ids are below it; a peer's first token is checked against it.
     vocab_size: int = 1 << 31
     quarantine_s: float = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        if self.group_size != 1:
-            raise ConfigError(
-                f"group_size {self.group_size}: groups of several ranks need a collective and a "
-                "broadcast of arrivals, which this version does not have; run one rank per group"
-            )
 
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""

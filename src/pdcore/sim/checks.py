@@ -76,8 +76,8 @@ def unrest(cluster: Cluster) -> list[str]:
     from the router, see :func:`router_unrest`)."""
     found: list[str] = []
     for name, instance in cluster.instances.items():
-        leader, rank = instance.leader, instance.rank
-        if leader is None or rank is None:
+        leader = instance.leader
+        if leader is None or instance.rank is None:
             found.append(f"{name} is not back")
             continue
         if leader.dispatcher.num_pending:
@@ -85,7 +85,8 @@ def unrest(cluster: Cluster) -> list[str]:
         problems = leader.dispatcher.workers.problems()
         if problems:
             found.append(f"{name} is not ready: {problems}")
-        found += rank_unrest(rank)
+        for rank in instance.ranks:
+            found += rank_unrest(rank)
         found += _tasks(f"{name}.leader", "leader", len(leader.process.tasks))
     if cluster.router.process.is_dead:
         found.append("the router is not back")

@@ -111,11 +111,12 @@ class Cluster:
         self.router.start()
 
     def rank(self, name: str) -> SimRank | None:
+        """The first worker of an instance; None while it is down."""
         return self.instances[name].rank
 
     def ranks(self) -> list[SimRank]:
         """Workers that live."""
-        return [i.rank for i in self.instances.values() if i.rank is not None]
+        return [rank for instance in self.instances.values() for rank in instance.ranks]
 
     def processes(self) -> list[Process]:
         """Every process there ever was, the client's last."""
@@ -124,8 +125,7 @@ class Cluster:
             found += instance.graves
             if instance.leader is not None:
                 found.append(instance.leader.process)
-            if instance.rank is not None:
-                found.append(instance.rank.process)
+            found += [rank.process for rank in instance.ranks]
         return [*dict.fromkeys(found), self.client]
 
     # --- networks -------------------------------------------------------------------------
@@ -215,9 +215,11 @@ def make_seats(site: Site) -> list[Seat]:
     seats = []
     for i, name in enumerate(prefills):
         http, bootstrap = f"{HOST}:{8100 + i}", f"{HOST}:{8300 + i}"
-        seats.append(Seat(name, Role.PREFILL, http, bootstrap, options.prefill_blocks))
+        blocks, tp_size = options.prefill_blocks, options.prefill_tp
+        seats.append(Seat(name, Role.PREFILL, http, bootstrap, blocks, tp_size))
     for i, name in enumerate(decodes):
-        seats.append(Seat(name, Role.DECODE, f"{HOST}:{8200 + i}", "", options.decode_blocks))
+        blocks, tp_size = options.decode_blocks, options.decode_tp
+        seats.append(Seat(name, Role.DECODE, f"{HOST}:{8200 + i}", "", blocks, tp_size))
     return seats
 
 

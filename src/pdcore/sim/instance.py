@@ -1,4 +1,4 @@
-"""One simulated instance: a leader process and its worker, killed and started again at will.
+"""One simulated instance: a leader process and its workers, killed and started again at will.
 
 What the supervisor of :mod:`pdcore.server.launch` does with real processes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from pdcore.sim.group_life import any_of, spawn_group
 from pdcore.sim.leader import SimLeader
 from pdcore.sim.loop import Process
 from pdcore.sim.rank import Seat, SimRank
@@ -24,13 +25,14 @@ LAST_ANSWERS_S: Final = 0.05
 
 class SimInstance:
     """``start`` once; then whatever a plan does to it. ``on_stepped(rank)`` is called after
-    every iteration of its worker's loop."""
+    every iteration of a worker's loop. Its workers are one group: they live and die together."""
 
     def __init__(self, site: Site, seat: Seat, on_stepped: Callable[[SimRank], None]) -> None:
         self.site = site
         self.seat = seat
         self.leader: SimLeader | None = None
-        self.rank: SimRank | None = None
+        #: The workers that live, in order of rank.
+        self.ranks: list[SimRank] = []
         #: Processes that were killed, for the end of the world.
         self.graves: list[Process] = []
         self._on_stepped = on_stepped
@@ -39,8 +41,13 @@ class SimInstance:
         self._stood_still = False
         self._skew_s = (site.rng.random() * 2 - 1) * MAX_SKEW_S
 
+    @property
+    def rank(self) -> SimRank | None:
+        """The first of the workers, if all of them live."""
+        return self.ranks[0] if len(self.ranks) == self.seat.tp_size else None
+
     def start(self) -> None:
-        """A fresh leader, its bootstrap server, then its worker."""
+        """A fresh leader, its bootstrap server, then its workers."""
         self.leader = SimLeader(self.site, self.seat, self._skew_s)
         self._is_draining = self._stood_still = False
         self._spawn(self.leader)
@@ -48,29 +55,35 @@ class SimInstance:
     # --- what a plan does -----------------------------------------------------------------
 
     def kill_worker(self, *, late: bool) -> None:
-        """SIGKILL. The supervisor notices and starts another, unless it is dead itself."""
-        rank, leader = self.rank, self.leader
-        self.rank = None
-        if rank is None:
-            return
-        self._bury(rank.process)
+        """SIGKILL of one of them. The supervisor notices, ends the others and starts all of
+        them again, unless it is dead itself."""
+        if self.ranks:
+            self._kill(any_of(self.ranks, self.site), late=late)
+
+    def _kill(self, rank: SimRank, *, late: bool) -> None:
+        leader, group = self.leader, self.ranks
+        group.remove(rank)
+        _bury(self, rank.process)
         rank.close()
         if leader is not None:
-            leader.link.attach(None)
+            leader.link.detach(rank.index)
             self.site.loop.call_later(
-                NOTICED_S, lambda: self._on_lost(leader), context=leader.process.context
+                NOTICED_S,
+                lambda: self._on_lost(leader, rank.index, group),
+                context=leader.process.context,
             )
         self.site.fabric.die(rank.incarnation, late=late)
         self._on_stepped(rank)
 
     def kill_leader(self, *, late: bool, back_after_s: float) -> None:
-        """SIGKILL of the leader; its worker dies with it (D45), and so does its bootstrap."""
+        """SIGKILL of the leader; its workers die with it (D45), and so does its bootstrap."""
         leader, self.leader = self.leader, None
         if leader is None:
             return
-        self._bury(leader.process)
+        _bury(self, leader.process)
         leader.close()
-        self.kill_worker(late=late)
+        for rank in list(self.ranks):
+            self._kill(rank, late=late)
         self.site.later(back_after_s, self.start)
 
     def restart_bootstrap(self, back_after_s: float) -> None:
@@ -88,7 +101,7 @@ class SimInstance:
         if leader is None or self._is_draining:
             return
         self._is_draining = True
-        if self.rank is None:
+        if not self.ranks:
             self._exit(leader)  # no worker is started for it any more
             return
         context = leader.process.context
@@ -101,48 +114,33 @@ class SimInstance:
         self._stood_still = True
         if what == "leader" and self.leader is not None:
             self.site.loop.stop_process(self.leader.process)
-        elif what == "worker" and self.rank is not None:
-            self.site.loop.stop_process(self.rank.process)
-            self.site.fabric.faults(self.rank.incarnation).stopped = True
+        elif what == "worker" and self.ranks:
+            rank = any_of(self.ranks, self.site)
+            self.site.loop.stop_process(rank.process)
+            self.site.fabric.faults(rank.incarnation).stopped = True
 
     def resume(self) -> None:
         """SIGCONT of all of it."""
         if self.leader is not None:
             self.site.loop.resume_process(self.leader.process)
-        if self.rank is not None:
-            self.site.fabric.faults(self.rank.incarnation).stopped = False
-            self.site.loop.resume_process(self.rank.process)
-            self._on_stepped(self.rank)
+        for rank in self.ranks:
+            self.site.fabric.faults(rank.incarnation).stopped = False
+            self.site.loop.resume_process(rank.process)
+            self._on_stepped(rank)
 
     # --- inside ---------------------------------------------------------------------------
 
     def _spawn(self, leader: SimLeader) -> None:
-        process = Process(f"{self.seat.name}.worker", self.seat.name)
-
-        def build() -> SimRank:
-            return SimRank(
-                self.site,
-                self.seat,
-                process,
-                lambda data: leader.link.from_worker(rank.incarnation, data),
-                self._after_step,
-            )
-
-        rank = process.context.run(build)
-        self.rank = rank
-        leader.link.attach(rank)
-        rank.announce()
-        self.site.trace("start", f"{process.name} {rank.incarnation.hex()}")
+        self.ranks = spawn_group(self.site, self.seat, leader, self._after_step)
+        for rank in self.ranks:
+            rank.announce()
+            self.site.trace("start", f"{rank.process.name} {rank.incarnation.hex()}")
 
     def _after_step(self, rank: SimRank) -> None:
-        if rank.has_ended and rank is self.rank:
-            self._end_drain(rank)
-        else:
+        """Workers that have drained exit by themselves, and their leader after them."""
+        if not rank.has_ended or rank not in self.ranks:
             self._on_stepped(rank)
-
-    def _end_drain(self, rank: SimRank) -> None:
-        """The worker exits by itself, and its leader after it."""
-        if self.leader is not None:
+        elif self.leader is not None and all(one.has_ended for one in self.ranks):
             self._exit(self.leader)
 
     def _give_up(self, leader: SimLeader) -> None:
@@ -162,21 +160,24 @@ class SimInstance:
 
         self.site.later(LAST_ANSWERS_S, gone)
 
-    def _on_lost(self, leader: SimLeader) -> None:
-        """In the leader: its worker's process is gone."""
-        leader.dispatcher.on_lost(0, "killed")
+    def _on_lost(self, leader: SimLeader, index: int, group: list[SimRank]) -> None:
+        """In the leader: a worker's process is gone. The others of its group go with it."""
+        leader.dispatcher.on_lost(index, "killed")
+        for rank in list(group):
+            self._kill(rank, late=False)
         if self._is_draining:
             self._exit(leader)
             return
 
         def again() -> None:
-            if leader is self.leader and self.rank is None and not self._is_draining:
+            if leader is self.leader and not self.ranks and not self._is_draining:
                 self._spawn(leader)
 
         self.site.loop.call_later(RESTART_S, again, context=leader.process.context)
 
-    def _bury(self, process: Process) -> None:
-        self.site.loop.kill_process(process)
-        self.site.wire.lose(process)
-        self.graves.append(process)
-        self.site.trace("kill", process.name)
+
+def _bury(instance: SimInstance, process: Process) -> None:
+    instance.site.loop.kill_process(process)
+    instance.site.wire.lose(process)
+    instance.graves.append(process)
+    instance.site.trace("kill", process.name)

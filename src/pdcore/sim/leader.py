@@ -26,52 +26,56 @@ from pdcore.server.workers import WorkerRegistry
 from pdcore.sim.loop import Process
 from pdcore.sim.rank import LEASE_S, TOKEN, Seat, SimRank
 from pdcore.sim.site import SimClock, Site
-from pdcore.topology import ParallelLayout
 from pdcore.types import Incarnation, Role
 
 TEXT: Final = TextModel("simulated", IdTokenizer(), IdDetokenizer)
 
 
 class SimLink:
-    """The leader's end of the link: ordered, and a refusal where no worker is connected."""
+    """The leader's end of the links to its workers: each is ordered, and refuses where no
+    worker is connected."""
 
     def __init__(self, site: Site, leader: Process) -> None:
         self._site = site
         self._leader = leader
-        self._rank: SimRank | None = None
-        self._due_s = [0.0, 0.0]
-        #: The life of the worker that counts.
-        self.current: Incarnation | None = None
-        self.deliver: Callable[[WorkerMessage], None] = _nowhere
+        self._ranks: dict[int, SimRank] = {}
+        self._due_s: dict[tuple[int, int], float] = {}
+        #: The life of each worker that counts.
+        self._current: dict[int, Incarnation] = {}
+        self.deliver: Callable[[int, WorkerMessage], None] = _nowhere
 
-    def attach(self, rank: SimRank | None) -> None:
-        self._rank = rank
+    def attach(self, rank: SimRank) -> None:
+        self._ranks[rank.index] = rank
+
+    def detach(self, index: int) -> None:
+        self._ranks.pop(index, None)
 
     def send(self, rank: int, message: LeaderMessage) -> bool:
-        worker = self._rank
+        worker = self._ranks.get(rank)
         if worker is None or worker.process.is_dead:
             return False
         data = encode_link(message)
-        due_s = self._due(0)
+        due_s = self._due(rank, 0)
         call_at = self._site.loop.call_at
         call_at(due_s, lambda: worker.receive(data), context=worker.process.context)
         return True
 
-    def from_worker(self, incarnation: Incarnation, data: bytes) -> None:
+    def from_worker(self, index: int, incarnation: Incarnation, data: bytes) -> None:
         """The worker sends: it arrives in the leader, if that life still counts then."""
 
         def arrive() -> None:
             message = decode_worker_message(data)
             if isinstance(message, WorkerReady):
-                self.current = incarnation
-            if self.current in (None, incarnation):
-                self.deliver(message)
+                self._current[index] = incarnation
+            if self._current.get(index, incarnation) == incarnation:
+                self.deliver(index, message)
 
-        self._site.loop.call_at(self._due(1), arrive, context=self._leader.context)
+        self._site.loop.call_at(self._due(index, 1), arrive, context=self._leader.context)
 
-    def _due(self, direction: int) -> float:
+    def _due(self, index: int, direction: int) -> float:
         due_s = self._site.loop.time() + self._site.link_delay_s()
-        due_s = self._due_s[direction] = max(due_s, self._due_s[direction])
+        due_s = max(due_s, self._due_s.get((index, direction), 0.0))
+        self._due_s[index, direction] = due_s
         return due_s
 
 
@@ -86,7 +90,7 @@ class SimLeader:
         self._clock = SimClock(site.loop, skew_s)
         self.dispatcher = Dispatcher(
             self.link,
-            WorkerRegistry(1, 1, health_timeout_s=20.0),
+            WorkerRegistry(seat.tp_size, 1, health_timeout_s=20.0),
             clock=self._clock,
             limits=DispatcherLimits(clock_skew_s=1.0, history_cap=4, history_ttl_s=0.3),
         )
@@ -105,7 +109,7 @@ class SimLeader:
 
     def start_bootstrap(self) -> None:
         """With an empty table, and an epoch that is later than any before."""
-        config = RankTableConfig(self.seat.http, ParallelLayout(1), lease_s=LEASE_S)
+        config = RankTableConfig(self.seat.http, self.seat.layout, lease_s=LEASE_S)
         table = RankTable(config, first_epoch=int(self._clock.unix() * 1000))
         app = create_bootstrap_app(table, self._clock, TOKEN)
         self.site.wire.listen(Origin(*split_host_port(self.seat.bootstrap)), self.process, app)
@@ -120,8 +124,8 @@ class SimLeader:
         if seat.role is Role.PREFILL:
             self.start_bootstrap()
 
-    def _on_message(self, message: WorkerMessage) -> None:
-        self.dispatcher.on_message(0, message)
+    def _on_message(self, index: int, message: WorkerMessage) -> None:
+        self.dispatcher.on_message(index, message)
 
 
 async def run_app(app: Starlette) -> None:
@@ -130,5 +134,5 @@ async def run_app(app: Starlette) -> None:
         await asyncio.Event().wait()
 
 
-def _nowhere(message: WorkerMessage) -> None:
+def _nowhere(index: int, message: WorkerMessage) -> None:
     """Nobody listens yet."""

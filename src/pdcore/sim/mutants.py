@@ -1,17 +1,14 @@
 """Known-bad variants of the product: each undoes one rule, and the proofs must notice.
 
-A proof that finds nothing proves little until it has been seen to find something. Each
-mutant here is the product with one rule of the claim-before-write protocol replaced by what
-other systems do, or by the shortcut that a tired author would take. ``pdcore verify`` runs
-them by name; :func:`planted` puts one into this process for a while, so it works wherever
-the product runs (the exhaustive worlds, the simulated cluster).
-"""
+A proof proves little until it has been seen to find something. Each mutant is the product with
+one rule replaced by what other systems do, or by a tired author's shortcut.
+``pdcore verify`` runs them by name; :func:`planted` puts one into this process for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 import attrs
 import msgspec
@@ -24,12 +21,15 @@ from pdcore.fsm.legs import CancelFrom, SenderFacts
 from pdcore.fsm.rank import Rank
 from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.sender import Sender
-from pdcore.fsm.states import SenderState
+from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.fsm.targets import ClaimFrom, ReceiverFacts, StatusFrom
 from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
+from pdcore.scheduler.lockstep import Voting
 from pdcore.scheduler.prefill_rooms import PrefillInbox
 from pdcore.scheduler.queues import Tombstone
 from pdcore.types import UNKNOWN_INCARNATION, Nonce, PeerRef
+
+Inbox = TypeVar("Inbox", PrefillInbox, DecodeInbox)
 
 #: A replaced attribute: of which class, by what name, and what stands there instead.
 Patch = tuple[type, str, object]
@@ -71,8 +71,7 @@ def _for_whoever_lives_here(
 
 
 def _acknowledge_everything(inbox: PrefillInbox, payload: CancelFrom, now: float) -> None:
-    """Every nonce that is named, whoever minted it, unless it is at work here."""
-    message = payload.message
+    message = payload.message  # every nonce that is named, unless it is at work here
     record = inbox.rooms.records.get(message.key)
     held = set() if record is None else {leg.nonce for leg in record.sender.legs.values()}
     if record is not None:
@@ -84,18 +83,9 @@ def _acknowledge_everything(inbox: PrefillInbox, payload: CancelFrom, now: float
 
 
 def _address_only(
-    receive: Callable[[PrefillInbox, MessageReceived, float], None],
-) -> Callable[[PrefillInbox, MessageReceived, float], None]:
-    def received(inbox: PrefillInbox, event: MessageReceived, now: float) -> None:
-        receive(inbox, msgspec.structs.replace(event, to_incarnation=UNKNOWN_INCARNATION), now)
-
-    return received
-
-
-def _address_only_at_decode(
-    receive: Callable[[DecodeInbox, MessageReceived, float], None],
-) -> Callable[[DecodeInbox, MessageReceived, float], None]:
-    def received(inbox: DecodeInbox, event: MessageReceived, now: float) -> None:
+    receive: Callable[[Inbox, MessageReceived, float], None],
+) -> Callable[[Inbox, MessageReceived, float], None]:
+    def received(inbox: Inbox, event: MessageReceived, now: float) -> None:
         receive(inbox, msgspec.structs.replace(event, to_incarnation=UNKNOWN_INCARNATION), now)
 
     return received
@@ -122,6 +112,16 @@ def _claim_nothing(sender: Sender, payload: None) -> Sequence[Effect]:
         leg.granted = True
         out.append(ConnectPeer(leg.peer, leg.handshake.endpoint))
     return out
+
+
+def _least_state(vote: Callable[[ReceiverFacts], int]) -> Callable[[ReceiverFacts], int]:
+    """Failed is the lowest state: one rank that is quiet makes all of them free at once."""
+
+    def voted(receiver: ReceiverFacts) -> int:
+        own = vote(receiver)
+        return 2 - own if receiver.state is ReceiverState.DRAINING else own  # quiet is least
+
+    return voted
 
 
 def _all_have_answered(receiver: ReceiverFacts) -> bool:
@@ -256,8 +256,11 @@ _MUTANTS: Final = (
     ),
     Mutant(
         "max-merged-status",
-        "rule 3: decode takes the furthest rank's word for all of them (D2)",
-        ((ReceiverFacts, "is_locally_done", property(_any_is_done)),),
+        "rule 3, section 9: the furthest rank's word counts for all of them (D2)",
+        (
+            (ReceiverFacts, "is_locally_done", property(_any_is_done)),
+            (Voting, "merge", lambda voting, vectors: tuple(map(max, *vectors))),
+        ),
     ),
     Mutant(
         "no-incarnation",
@@ -266,7 +269,7 @@ _MUTANTS: Final = (
             (PrefillInbox, "receive", _address_only(PrefillInbox.receive)),
             (PrefillInbox, "_cancel", _acknowledge_everything),
             (ReceiverFacts, "_is_target", _is_its_rank),
-            (DecodeInbox, "receive", _address_only_at_decode(DecodeInbox.receive)),
+            (DecodeInbox, "receive", _address_only(DecodeInbox.receive)),
             (ReceiverFacts, "may_grant", _grant_to_any_life),
         ),
     ),
@@ -345,6 +348,11 @@ _MUTANTS: Final = (
         ),
     ),
     Mutant(
+        "min-over-states",
+        "section 9: a group reduces lifecycle states, not votes",
+        ((ReceiverFacts, "vote", _least_state(ReceiverFacts.vote)),),
+    ),
+    Mutant(
         "replaced-comes-back",
         "section 2: an old registration undoes a restart (D32)",
         ((Rank, "is_not_replaced", _anybody),),
@@ -352,7 +360,6 @@ _MUTANTS: Final = (
     *(
         Mutant(name, undoes)
         for name, undoes in (
-            ("min-over-states", "section 9: a group reduces lifecycle states, not votes"),
             ("no-release-vote", "section 9: Draining is left without asking every rank"),
             ("unknown-is-failure", "section 10: a broken connection to prefill fails it"),
             ("any-attempt", "section 10: outcomes of a replaced attempt count"),

@@ -27,6 +27,9 @@ PROMPT: Final = 24
 #: What a flood adds at one moment.
 FLOOD_REQUESTS: Final = 10
 VOCABULARY: Final = 997
+#: One world in so many has instances of several ranks: (prefill, decode) of these.
+GROUPS_EVERY: Final = 5
+GROUPS: Final = ((2, 2), (2, 2), (2, 1), (1, 2))
 
 #: kind -> weight. What each does is :mod:`pdcore.sim.faults`.
 FAULT_KINDS: Final[Mapping[str, int]] = {
@@ -107,6 +110,9 @@ class WorldOptions:
     late_writes: bool = False
     is_shuffled: bool = False
     on_prefill_loss: OnPrefillLoss = OnPrefillLoss.RETRY
+    #: Tensor parallel ranks of every prefill and of every decode instance.
+    prefill_tp: int = 1
+    decode_tp: int = 1
 
 
 @attrs.frozen
@@ -146,6 +152,9 @@ def make_plan(seed: int) -> Plan:
     # From a source of its own: what was drawn so far stays what it is.
     more = random.Random(f"pdcore router {seed}")
     options = attrs.evolve(options, on_prefill_loss=more.choice(list(OnPrefillLoss)))
+    if seed % GROUPS_EVERY == GROUPS_EVERY - 2:
+        prefill_tp, decode_tp = random.Random(f"pdcore groups {seed}").choice(GROUPS)
+        options = attrs.evolve(options, prefill_tp=prefill_tp, decode_tp=decode_tp)
     return Plan(seed, options, _with_rooms(more, requests), faults)
 
 

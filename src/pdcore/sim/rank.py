@@ -24,9 +24,11 @@ from pdcore.scheduler.prefill import PrefillCore
 from pdcore.scheduler.route import registration_of
 from pdcore.server.routes import RouteFetcher
 from pdcore.sim.blocking import Registering, ReplayedHttp, SimBackground
+from pdcore.sim.group_links import GroupLinks
 from pdcore.sim.loop import Process
-from pdcore.sim.site import QUARANTINE_S, Site
+from pdcore.sim.site import QUARANTINE_S, Site, model_of
 from pdcore.sim.wire import WireClient
+from pdcore.topology import ParallelLayout
 from pdcore.transports.base import PeerSession, RemoteLease, Revocation
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
@@ -52,6 +54,12 @@ class Seat:
     http: str
     bootstrap: str
     num_blocks: int
+    #: Tensor parallel ranks, one worker each.
+    tp_size: int = 1
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(self.tp_size, self.tp_size)
 
 
 class SimChannel:
@@ -125,7 +133,8 @@ class _Pace:
 
 
 class SimRank:
-    """One life of a worker. Built in its process; ``announce`` is its last step."""
+    """One life of a worker. Built in its process; ``announce`` is its last step. ``index``: its
+    rank in the instance, which is one group; ``links`` are those of its life."""
 
     def __init__(
         self,
@@ -134,13 +143,16 @@ class SimRank:
         process: Process,
         to_leader: Callable[[bytes], None],
         on_stepped: Callable[[SimRank], None],
+        index: int,
+        links: GroupLinks,
     ) -> None:
         self.site = site
         self.seat = seat
         self.process = process
         self.incarnation = Incarnation(site.rng.randbytes(16))
         is_fixed = site.plan.options.same_address
-        name = seat.name if is_fixed else f"{seat.name}-{self.incarnation.hex()[:6]}"
+        place = seat.name if index == 0 else f"{seat.name}r{index}"
+        name = place if is_fixed else f"{place}-{self.incarnation.hex()[:6]}"
         self.channel = SimChannel(site.network.channel(name), name)
         self._http = ReplayedHttp(WireClient(site.wire, process))
         self._on_stepped = on_stepped
@@ -153,13 +165,18 @@ class SimRank:
         )
         if site.plan.options.late_writes:
             site.fabric.faults(self.incarnation).late_landing = True
-        self.worker = self._build()
+        self.worker = self._build(index, links)
 
     @property
     def core(self) -> PrefillCore | DecodeCore:
         core = self.worker.core
         assert isinstance(core, PrefillCore | DecodeCore)
         return core
+
+    @property
+    def index(self) -> int:
+        """Its rank in the instance."""
+        return self.worker.core.setup.me.rank
 
     # --- life -----------------------------------------------------------------------------
 
@@ -190,7 +207,7 @@ class SimRank:
         self.port.send(worker.health())
         self.port.send(
             WorkerReady(
-                rank=0,
+                rank=self.index,
                 dp_rank=0,
                 incarnation=setup.me.incarnation,
                 control_address=self.channel.address,
@@ -220,11 +237,12 @@ class SimRank:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _build(self) -> Worker:
+    def _build(self, index: int, links: GroupLinks) -> Worker:
         site, seat = self.site, self.seat
+        model = model_of(site.plan.options, seat.tp_size, index)
         client = BootstrapClient(site.clock, http=self._http)
         worker = build_worker(
-            site.parts.make_runner(self._compute),
+            site.parts.make_runner(self._compute, model),
             site.parts.wrap_transport(self.transport),
             self.channel,
             self.port,
@@ -232,6 +250,9 @@ class SimRank:
                 role=seat.role,
                 instance=seat.http,
                 num_blocks=seat.num_blocks,
+                rank=index,
+                layout=seat.layout,
+                group=links.port(index) if seat.tp_size > 1 else None,
                 limits=site.limits,
                 clock=site.clock,
                 fetch_route=RouteFetcher(client),

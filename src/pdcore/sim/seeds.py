@@ -26,10 +26,8 @@ COLLECT_EVERY: Final = 8
 
 
 #: Known-bad variants that simulated clusters must catch within 500 seeds (``--mutant all``).
-#: Not among them are those of groups, for an instance has one rank: with one there is nothing
-#: to merge (max-merged-status) and nothing to reduce (min-over-states). Others need an order
-#: that is rare among random ones (one-live-claim, free-while-computing, deaf). The explorer has
-#: them.
+#: Not among them are those that need an order which is rare among random ones (one-live-claim,
+#: free-while-computing, deaf). The explorer has them.
 CAUGHT_HERE: Final = (
     "free-on-abort",
     "no-incarnation",
@@ -40,6 +38,8 @@ CAUGHT_HERE: Final = (
     "failed-is-ack",
     "done-when-posted",
     "send-once",
+    "max-merged-status",
+    "min-over-states",
 )
 #: What a violation says of this world alone: moments, ids, tokens, and states in angle
 #: brackets or quotes.

@@ -17,7 +17,7 @@ from pdcore.control.memory import FaultPlan, MemoryNetwork
 from pdcore.engine.base import ModelRunner
 from pdcore.engine.simulated import CostModel, SimulatedConfig, SimulatedRunner
 from pdcore.sim.loop import SimLoop
-from pdcore.sim.plan import MAX_PROMPT, VOCABULARY, Plan
+from pdcore.sim.plan import MAX_PROMPT, VOCABULARY, Plan, WorldOptions
 from pdcore.sim.wire import Wire
 from pdcore.transports.base import Revocation, Transport
 from pdcore.transports.loopback_fabric import LoopbackFabric
@@ -111,8 +111,17 @@ class Trace:
         self._fresh.clear()
 
 
-def _simulated(sleep: Callable[[float], None]) -> ModelRunner:
-    return SimulatedRunner(MODEL, sleep=sleep)
+def _simulated(sleep: Callable[[float], None], model: SimulatedConfig) -> ModelRunner:
+    return SimulatedRunner(model, sleep=sleep)
+
+
+def model_of(options: WorldOptions, tp_size: int, tp_rank: int) -> SimulatedConfig:
+    """What one rank computes: :data:`MODEL`, and where instances have several ranks its share
+    of one with a head for each of them."""
+    heads = max(options.prefill_tp, options.decode_tp)
+    if heads == 1:
+        return MODEL
+    return attrs.evolve(MODEL, num_kv_heads=heads, tp_size=tp_size, tp_rank=tp_rank)
 
 
 def _as_it_is(transport: Transport) -> Transport:
@@ -127,12 +136,12 @@ def _untouched(worker: Worker) -> None:
 class Parts:
     """What a world is made of besides the product: somebody's own engine, transport or queue.
 
-    ``make_runner(sleep)``: the engine of one worker; it calls ``sleep`` with the seconds that
-    a step costs, and must give :func:`~pdcore.engine.simulated.simulated_tokens` of
-    :data:`MODEL`. ``wrap_transport``: around the loopback transport of one worker.
+    ``make_runner(sleep, model)``: the engine of one worker; it calls ``sleep`` with the seconds
+    that a step costs, and must give :func:`~pdcore.engine.simulated.simulated_tokens` of
+    ``model``. ``wrap_transport``: around the loopback transport of one worker.
     ``on_worker``: called with every worker before it runs, to replace what is its own."""
 
-    make_runner: Callable[[Callable[[float], None]], ModelRunner] = _simulated
+    make_runner: Callable[[Callable[[float], None], SimulatedConfig], ModelRunner] = _simulated
     wrap_transport: Callable[[Transport], Transport] = _as_it_is
     on_worker: Callable[[Worker], object] = _untouched
 

@@ -36,7 +36,7 @@ def test_one_seed_shows_its_trace_and_may_be_cut(capsys: pytest.CaptureFixture[s
     ("arguments", "words"),
     [
         (["--mutant", "nonsense"], "there are: free-on-abort"),
-        (["--mutant", "min-over-states"], "verify lifecycles"),
+        (["--mutant", "no-release-vote"], "verify lifecycles"),
         (["--seed", "1", "--mutant", "all"], "name one variant"),
         (["--seed", "1", "--seeds", "5"], "leave out --seeds"),
         (["--only-faults", "1"], "need the --seed"),

@@ -15,6 +15,7 @@ from pdcore.kv.plan import LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS
 from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.posting import PlanError, fill_transfer
 from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
+from pdcore.topology import ParallelLayout
 from pdcore.types import LeaseId, RoomKey
 from tests.unit.scheduler.kit import BLOCK, DECODE, PREFILL, make_setup, make_spec
 
@@ -167,6 +168,26 @@ def test_a_decode_with_blocks_of_another_size_gets_the_same_tokens() -> None:
     short = handshake({"full": pack_block_ids([10, 11])})
     with pytest.raises(PlanError, match=r"tokens 8\.\.14 need 2 blocks, decode leased 1"):
         fill_transfer(post(8, 6), SETUP, there, short, {"full": SOURCE})
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_r58_context_parallel_ranks_share_the_blocks_or_one_has_all(every: bool) -> None:
+    """R21, R58: by position, so that the parts of a send are shared too."""
+    found: dict[int, int] = {}
+    for rank in range(3):
+        setup = attrs.evolve(
+            SETUP,
+            me=PREFILL._replace(rank=rank),
+            layout=ParallelLayout(3, cp_size=3, all_cp_ranks=every),
+        )
+        part = copied(fill(0, 14, setup=setup))
+        if not every:
+            assert part == {3: 10, 7: 11, 8: 30, 1: 5}
+            continue
+        assert len(part) in (1, 2)
+        assert not part.keys() & found.keys()
+        found |= part
+    assert not every or found == {3: 10, 7: 11, 8: 30, 1: 5}
 
 
 def test_r4_a_stage_fills_its_own_layers_whatever_managers_the_other_has() -> None:

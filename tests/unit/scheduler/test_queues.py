@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
-
 import attrs
 import pytest
 
 from pdcore.config import CoreLimits
 from pdcore.errors import Overloaded, RoomInUse, failure
-from pdcore.fsm.effects import Effect, ReduceVotes, ReportFinished
-from pdcore.fsm.events import VotesReduced
+from pdcore.fsm.effects import Effect, ReportFinished
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.queues import (
     ExpiringTable,
-    RoomBook,
     RoomRecord,
     finish_reason_of,
-    hash_keys,
     ledger_totals,
     refusal,
 )
-from pdcore.types import FinishReason, GenerateRequest, RoomKey
+from pdcore.types import FinishReason, RoomKey
+from tests.unit.scheduler.books import add, make_book
 from tests.unit.scheduler.kit import make_decode, make_prefill, make_request, make_setup
 
 # --- tables -----------------------------------------------------------------------------
@@ -51,218 +45,6 @@ def test_an_entry_expires_at_its_time_and_not_before() -> None:
     assert len(table) == 1, "putting sweeps what has expired"
     assert table.pop("c", 23.0) == "C"
     assert table.pop("c", 23.0) is None
-
-
-# --- the vote vector --------------------------------------------------------------------
-
-
-class Entity:
-    def __init__(self, vote: int = 1) -> None:
-        self.answer = vote
-        self.open: list[Effect] = []
-
-    def vote(self) -> int:
-        return self.answer
-
-    def unanswered(self) -> Sequence[Effect]:
-        return self.open
-
-
-class Record(RoomRecord):
-    def __init__(self, request: GenerateRequest, now: float = 0.0, vote: int = 1) -> None:
-        super().__init__(request, now)
-        self._entity = Entity(vote)
-
-    @property
-    def entity(self) -> Entity:
-        return self._entity
-
-
-Book = RoomBook[Record]
-
-
-def make_book(group_size: int = 1, **limits: float) -> Book:
-    return RoomBook(CoreLimits(**limits), group_size)
-
-
-def add(book: Book, room: int, attempt: int = 1, vote: int = 1) -> Record:
-    record = Record(make_request(key=RoomKey(room, attempt)), vote=vote)
-    book.add(record)
-    return record
-
-
-def vector(book: Book) -> ReduceVotes | None:
-    book.begin_tick()
-    found = [e for e in book.poll_effects() if isinstance(e, ReduceVotes)]
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def answered(sent: ReduceVotes, votes: Iterable[int] | None = None) -> VotesReduced:
-    return VotesReduced(sent.sequence, tuple(sent.votes if votes is None else votes))
-
-
-def check_one_vector_for_everything(book: Book) -> None:
-    """D16, D17: a group reduces one vector per tick over every id it holds."""
-    for room in range(1, 6):
-        add(book, room, vote=room % 3)
-    first = vector(book)
-    assert first is not None
-    assert first.votes == (1, 2, 0, 1, 2)
-    assert vector(book) is None, "one vector is on its way"
-    outcomes = list(book.end_tick(answered(first)))
-    assert [(r.key.room, o) for r, o in outcomes] == [(1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
-    second = vector(book)
-    assert second is not None, "nothing changed here, but another rank may have news"
-    assert len(second.votes) == 5
-    assert second.ids_hash == first.ids_hash
-
-
-def test_d16_d17_a_group_votes_on_every_id_in_one_vector() -> None:
-    check_one_vector_for_everything(make_book(group_size=2))
-
-
-class OnePerRequest(Book):
-    """D17, the seed's rule: one collective per queued request and tick."""
-
-    def begin_tick(self) -> None:
-        for key, record in self.records.items():
-            self._sequence += 1
-            self._voting = (key,)
-            votes = (record.entity.vote(),)
-            self.out.append(ReduceVotes(self._sequence, hash_keys(self._voting), votes))
-
-
-class OnlyWhatChangedHere(Book):
-    """D16, the seed's rule: a rank decides locally whether it takes part."""
-
-    def begin_tick(self) -> None:
-        size, self.group_size = self.group_size, 1
-        super().begin_tick()
-        self.group_size = size
-
-
-@pytest.mark.parametrize("mutant", [OnePerRequest, OnlyWhatChangedHere])
-def test_d16_d17_mutants_are_caught(mutant: type[Book]) -> None:
-    with pytest.raises(AssertionError):
-        check_one_vector_for_everything(mutant(CoreLimits(), 2))
-
-
-def test_d16_a_group_joins_the_reduction_with_an_empty_vector_too() -> None:
-    """SGLang PR36928, InferenceX I2151: a rank that left out a collective would make its peers
-    hang."""
-    book = make_book(group_size=4)
-    assert book.wants_tick
-    sent = vector(book)
-    assert sent is not None
-    assert sent.votes == ()
-    assert not book.wants_tick, "the empty vector is on its way like any other"
-    assert vector(book) is None
-    assert list(book.end_tick(answered(sent))) == []
-    assert book.wants_tick
-
-
-def test_a_single_rank_votes_only_on_what_changed() -> None:
-    """Cost follows change: nothing happens, nothing is reduced."""
-    book = make_book()
-    for room in (1, 2, 3):
-        add(book, room)
-    first = vector(book)
-    assert first is not None
-    assert len(first.votes) == 3
-    list(book.end_tick(answered(first)))
-    assert not book.wants_tick
-    assert vector(book) is None
-    book.touch(RoomKey(2, 1))
-    book.touch(RoomKey(9, 9))
-    second = vector(book)
-    assert second is not None
-    assert second.votes == (1,)
-    assert [r.key.room for r, _ in book.end_tick(answered(second))] == [2]
-
-
-def test_a_foreign_or_repeated_answer_changes_nothing() -> None:
-    book = make_book()
-    add(book, 1)
-    sent = vector(book)
-    assert sent is not None
-    assert list(book.end_tick(VotesReduced(sent.sequence + 1, sent.votes))) == []
-    assert len(list(book.end_tick(answered(sent)))) == 1
-    assert list(book.end_tick(answered(sent))) == []
-    assert not book.is_diverged
-
-
-def test_what_happens_during_a_reduction_is_voted_next() -> None:
-    """Section 9: the vote is a snapshot and its result binds."""
-    book = make_book(group_size=2)
-    one, gone = add(book, 1), add(book, 2)
-    sent = vector(book)
-    assert sent is not None
-    one.entity.answer = 0
-    book.touch(one.key)
-    add(book, 3)
-    book.forget(gone.key)
-    assert [(r.key.room, o) for r, o in book.end_tick(answered(sent))] == [(1, 1)]
-    after = vector(book)
-    assert after is not None
-    assert after.votes == (0, 1)
-
-
-def check_divergence_commits_nothing(book: Book) -> None:
-    """D17: mismatch detection instead of silent misalignment."""
-    for room in (1, 2):
-        add(book, room)
-    sent = vector(book)
-    assert sent is not None
-    diverged = VotesReduced(sent.sequence, (0, 0), diverged=True)
-    assert list(book.end_tick(diverged)) == []
-    assert book.is_diverged
-    assert not book.wants_tick
-    assert vector(book) is None
-
-
-def test_d17_a_divergence_commits_nothing_and_stays() -> None:
-    check_divergence_commits_nothing(make_book(group_size=2))
-
-
-def test_d17_mutant_that_applies_a_misaligned_vector_is_caught() -> None:
-    class Trusting(Book):
-        def end_tick(self, reduced: VotesReduced):
-            return super().end_tick(VotesReduced(reduced.sequence, reduced.votes))
-
-    with pytest.raises(AssertionError):
-        check_divergence_commits_nothing(Trusting(CoreLimits(), 2))
-
-
-def test_a_vector_of_another_length_is_a_divergence() -> None:
-    book = make_book(group_size=2)
-    add(book, 1)
-    sent = vector(book)
-    assert sent is not None
-    assert list(book.end_tick(answered(sent, (1, 1)))) == []
-    assert book.is_diverged
-
-
-def test_the_hash_of_the_ids_sees_order_and_attempt() -> None:
-    a, b = RoomKey(1, 2), RoomKey(3, 4)
-    assert hash_keys([a, b]) == hash_keys((RoomKey(1, 2), RoomKey(3, 4)))
-    others = ([b, a], [a], [], [a, RoomKey(3, 5)], [RoomKey(2, 1), b])
-    assert len({hash_keys(keys) for keys in ([a, b], *others)}) == 6
-    assert all(0 <= hash_keys(keys) < 1 << 63 for keys in others)
-
-
-def test_the_hash_of_the_ids_is_the_same_in_every_process() -> None:
-    """D17: ranks are processes, and each has its own PYTHONHASHSEED."""
-    code = (
-        "from pdcore.scheduler.queues import hash_keys\n"
-        "from pdcore.types import RoomKey\n"
-        "print(hash_keys([RoomKey(2**62 + 5, 7), RoomKey(1, 2**61)]))"
-    )
-    keys = [RoomKey(2**62 + 5, 7), RoomKey(1, 2**61)]
-    out = subprocess.run(
-        [sys.executable, "-R", "-c", code], check=True, capture_output=True, timeout=60
-    )
-    assert int(out.stdout) == hash_keys(keys)
 
 
 # --- coming and going -------------------------------------------------------------------

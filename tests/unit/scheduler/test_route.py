@@ -7,6 +7,8 @@ import pytest
 
 from pdcore.config import CoreLimits
 from pdcore.errors import ConfigError, RegistrationConflict
+from pdcore.kv.layout import staged
+from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.route import registration_of, route_of
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.scheduler.topologies import Topologies
@@ -49,6 +51,69 @@ def test_decode_finds_every_rank_of_the_route() -> None:
     found = decode.targets(route, 0)
     assert isinstance(found, tuple)
     assert [peer.address for peer in found[0]] == ["tcp://host:1", "tcp://host:2"]
+
+
+def stage(number: int, me: PeerRef, pp_size: int, num_layers: int) -> CoreSetup:
+    """Rank ``number`` is a stage of its own."""
+    first = make_spec().entries[0]
+    model = KVCacheSpec(
+        tuple(attrs.evolve(first, name=f"layer{i}.k", layer=i) for i in range(num_layers))
+    )
+    me = me._replace(rank=number, incarnation=Incarnation(bytes([number]) * 16))
+    return make_setup(
+        me._replace(address=f"tcp://host:{number + 1}"),
+        spec=staged(model, pp_size, number),
+        layout=ParallelLayout(pp_size, pp_size=pp_size),
+    )
+
+
+def test_r4_a_decode_stage_finds_the_prefill_stages_of_its_layers() -> None:
+    """R4: four stages into two and into one, two into four; each prefill stage waits for as
+    many handshakes as decode stages have a layer of it."""
+    for prefill_pp, decode_pp, expected in (
+        (4, 2, [([0, 1], 1), ([2, 3], 1)]),
+        (4, 1, [([0, 1, 2, 3], 1)]),
+        (2, 4, [([0], 2), ([0], 2), ([1], 2), ([1], 2)]),
+    ):
+        route = route_of([stage(n, PREFILL, prefill_pp, 8) for n in range(prefill_pp)])
+        for number, (ranks, num_required) in enumerate(expected):
+            decode = Topologies(stage(number, DECODE, decode_pp, 8))
+            assert decode.record("here", route, None, 0.0).refusal is None
+            found = decode.targets(route, 0)
+            assert isinstance(found, tuple)
+            assert ([peer.rank for peer in found[0]], found[1]) == (ranks, num_required)
+
+
+@pytest.mark.parametrize(
+    ("prefill_pp", "decode_pp", "message"),
+    [
+        (2, 4, "10 layers do not end at the same stages"),
+        (2, 3, "pp_size: prefill has 2, decode has 3; one must be a multiple"),
+    ],
+)
+def test_r4_stages_that_one_handshake_cannot_serve_are_refused_at_load(
+    prefill_pp: int, decode_pp: int, message: str
+) -> None:
+    """D30: 5, 5 and 3, 3, 2, 2: the second decode stage would have to name two numbers."""
+    route = route_of([stage(n, PREFILL, prefill_pp, 10) for n in range(prefill_pp)])
+    entry = Topologies(stage(1, DECODE, decode_pp, 10)).record("here", route, None, 0.0)
+    assert entry.refusal is not None
+    assert message in entry.refusal.detail
+    assert f"prefill is tp 1 x cp 1 x dp 1 x pp {prefill_pp}" in entry.refusal.detail
+    assert f"decode is tp 1 x cp 1 x dp 1 x pp {decode_pp}" in entry.refusal.detail
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_r58_the_route_says_whether_all_cp_ranks_send(every: bool) -> None:
+    """R21, R58: one setting, prefill's; decode asks whom it names."""
+    layout = ParallelLayout(3, cp_size=3, all_cp_ranks=every)
+    peers = [PREFILL._replace(rank=n, incarnation=Incarnation(bytes([n]) * 16)) for n in range(3)]
+    route = route_of([make_setup(peer, layout=layout) for peer in peers])
+    decode = Topologies(make_setup(DECODE))
+    assert decode.record("here", route, None, 0.0).refusal is None
+    found = decode.targets(route, 0)
+    assert isinstance(found, tuple)
+    assert ([p.rank for p in found[0]], found[1]) == ([0, 1, 2] if every else [0], 1)
 
 
 def test_a_route_without_all_its_ranks_is_refused() -> None:

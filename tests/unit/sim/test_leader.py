@@ -35,14 +35,14 @@ def test_messages_arrive_in_order_and_a_former_life_is_not_heard() -> None:
     leader = Process("leader")
     link = SimLink(site, leader)
     heard: list[WorkerMessage] = []
-    link.deliver = heard.append
+    link.deliver = lambda index, message: heard.append(message)
 
     async def main() -> None:
-        link.from_worker(OLD, ready(OLD))
+        link.from_worker(0, OLD, ready(OLD))
         for n in range(20):
-            link.from_worker(OLD, encode_link(WorkerHealth(0, [], {"n": float(n)})))
-        link.from_worker(NEW, ready(NEW))
-        link.from_worker(OLD, encode_link(WorkerHealth(0, ["from the past"], {})))
+            link.from_worker(0, OLD, encode_link(WorkerHealth(0, [], {"n": float(n)})))
+        link.from_worker(0, NEW, ready(NEW))
+        link.from_worker(0, OLD, encode_link(WorkerHealth(0, ["from the past"], {})))
         await pass_time(1.0)
 
     site.loop.run(main())
