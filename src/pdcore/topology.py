@@ -95,6 +95,8 @@ class ParallelLayout:
     tp_size: int = 1
     cp_size: int = 1
     pp_size: int = 1
+    #: Every CP rank writes its share of the KV, not the first alone all of it (R21).
+    all_cp_ranks: bool = False
 
     def __attrs_post_init__(self) -> None:
         sizes = (self.world_size, self.tp_size, self.cp_size, self.pp_size)
@@ -183,6 +185,7 @@ class InstanceProfile:
     transport: str = ""
     protocol_min: int = 1
     protocol_max: int = 1
+    all_cp_ranks: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

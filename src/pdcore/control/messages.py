@@ -330,6 +330,8 @@ class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     attn_cp_rank: Count = 0
     attn_dp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
     attn_dp_rank: Count = 0
+    pp_size: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
+    pp_rank: Count = 0
     rank_ip: Name
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     block_sizes: Annotated[
@@ -344,6 +346,8 @@ class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     transport: Name
     protocol_min: Annotated[int, msgspec.Meta(ge=1, le=255)]
     protocol_max: Annotated[int, msgspec.Meta(ge=1, le=255)]
+    #: Every CP rank writes its share, not the first alone everything (R21).
+    all_cp_ranks: bool = False
 
 
 #: Ranks along one axis: a route that says more would cost its reader its loop.
@@ -357,7 +361,8 @@ class RouteRank(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of GET /bootstrap/route (R25): ``ranks`` by route key "dp,cp,tp"."""
+    """Body of GET /bootstrap/route (R25): ``ranks`` by route key "dp,cp,tp", with pipeline
+    stages "dp,cp,tp,pp" (R4)."""
 
     attn_tp_size: GroupSize
     attn_cp_size: GroupSize
@@ -375,3 +380,5 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     protocol_min: int = 1
     protocol_max: int = 1
+    pp_size: GroupSize = 1
+    all_cp_ranks: bool = False

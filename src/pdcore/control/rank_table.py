@@ -35,6 +35,7 @@ SHARED_FIELDS: Final = (
     "transport",
     "protocol_min",
     "protocol_max",
+    "all_cp_ranks",
 )
 
 #: How long a registration counts without being renewed; workers renew every third of it.
@@ -67,10 +68,6 @@ class RankTableConfig:
         unknown = sorted(set(self.expected) - set(SHARED_FIELDS))
         if unknown:
             raise ConfigError(f"expected: {unknown} are not among {list(SHARED_FIELDS)}")
-        if self.layout.pp_size != 1:
-            raise ConfigError(
-                f"pp_size {self.layout.pp_size}: the bootstrap server serves pp_size 1 only"
-            )
         for name in ("lease_s", "retention_s", "room_ttl_s", "max_rooms", "max_rooms_per_query"):
             value = attrs.asdict(self, recurse=False)[name]
             if value <= 0:
@@ -180,15 +177,17 @@ class RankTable:
 
     def _place(self, registration: RankRegistration) -> str:
         layout = self.config.layout
-        for axis, size in (("tp", layout.tp_size), ("cp", layout.cp_size), ("dp", layout.dp_size)):
-            claimed, rank = _size_and_rank(registration, axis)
+        sizes = layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size
+        values = msgspec.structs.asdict(registration)
+        for axis, size in zip(("attn_tp", "attn_cp", "attn_dp", "pp"), sizes, strict=True):
+            claimed, rank = values[f"{axis}_size"], values[f"{axis}_rank"]
             if claimed != size:
                 raise RegistrationConflict(
-                    f"attn_{axis}_size",
+                    f"{axis}_size",
                     f"the rank says {claimed}, this instance is configured with {size}",
                 )
             if rank >= size:
-                raise InvalidRequest(f"attn_{axis}_rank", f"must be 0..{size - 1}, got {rank}")
+                raise InvalidRequest(f"{axis}_rank", f"must be 0..{size - 1}, got {rank}")
         if registration.protocol_min > registration.protocol_max:
             raise InvalidRequest(
                 "protocol_min",
@@ -196,7 +195,10 @@ class RankTable:
             )
         return layout.route_key(
             RankCoordinates(
-                registration.attn_dp_rank, registration.attn_cp_rank, registration.attn_tp_rank
+                registration.attn_dp_rank,
+                registration.attn_cp_rank,
+                registration.attn_tp_rank,
+                registration.pp_rank,
             )
         )
 
@@ -261,6 +263,8 @@ class RankTable:
             transport=any_rank.transport,
             protocol_min=any_rank.protocol_min,
             protocol_max=any_rank.protocol_max,
+            pp_size=self.config.layout.pp_size,
+            all_cp_ranks=any_rank.all_cp_ranks,
         )
 
     def __repr__(self) -> str:
@@ -323,14 +327,6 @@ def _check_address(rank_ip: str) -> None:
             f"{rank_ip!r} is an address that nobody can connect to: register the one that decode "
             "instances reach this rank at",
         )
-
-
-def _size_and_rank(registration: RankRegistration, axis: str) -> tuple[int, int]:
-    if axis == "tp":
-        return registration.attn_tp_size, registration.attn_tp_rank
-    if axis == "cp":
-        return registration.attn_cp_size, registration.attn_cp_rank
-    return registration.attn_dp_size, registration.attn_dp_rank
 
 
 def _shared(registration: RankRegistration) -> dict[str, object]:

@@ -83,11 +83,13 @@ def staged(spec: KVCacheSpec, pp_size: int, pp_rank: int) -> KVCacheSpec:
 
     Raises ConfigError for a stage that does not exist, or fewer layers than stages.
     """
-    layers = stage_layers(spec.num_layers, pp_size, pp_rank)
+    num_layers = spec.num_layers
+    layers = stage_layers(num_layers, pp_size, pp_rank)
     return attrs.evolve(
         spec,
         entries=tuple(entry for entry in spec.entries if entry.layer in layers),
         model_digest=spec.digest(),
+        model_layers=num_layers,
     )
 
 
@@ -121,9 +123,10 @@ def seen_from(
         )
     except ConfigError as error:
         raise IncompatibleError(f"decode's layout: {error}") from error
-    is_part = len(kept) < max(len(names), len(ours))
+    is_part = bool(spec.model_digest) or len(kept) < len(ours)
+    model = (spec.digest(), spec.num_layers) if is_part else ("", 0)
     return (
-        KVCacheSpec(entries, tp_size, tp_rank, spec.digest() if is_part else spec.model_digest),
+        KVCacheSpec(entries, tp_size, tp_rank, *model),
         KVPlacement(
             placement.num_blocks,
             tuple(placement.regions[i] for i in kept),

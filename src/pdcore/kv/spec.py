@@ -114,14 +114,15 @@ class KVCacheEntry:
 class KVCacheSpec:
     """All entries of one rank, layers ascending (R112), and the TP position they belong to.
 
-    A rank of a pipeline holds the entries of its stage only; ``model_digest`` is then the
-    digest of the whole model (:func:`pdcore.kv.layout.staged`), and empty otherwise.
+    A rank of a pipeline holds the entries of its stage only; ``model_digest`` and
+    ``model_layers`` then say what the whole model has (:func:`pdcore.kv.layout.staged`).
     """
 
     entries: tuple[KVCacheEntry, ...]
     tp_size: int = 1
     tp_rank: int = 0
     model_digest: str = ""
+    model_layers: int = 0
 
     @property
     def block_bytes(self) -> dict[str, int]:
@@ -138,8 +139,8 @@ class KVCacheSpec:
 
     @property
     def num_layers(self) -> int:
-        """Of what is described here: one more than the highest layer."""
-        return 1 + max((entry.layer for entry in self.entries), default=-1)
+        """Of the whole model: one more than the highest layer."""
+        return self.model_layers or 1 + max((entry.layer for entry in self.entries), default=-1)
 
     def digest(self) -> str:
         """Hex digest of everything two instances must agree on, independent of the rank.

@@ -15,7 +15,7 @@ from pdcore.control.codec import unpack_block_ids
 from pdcore.control.messages import Handshake
 from pdcore.errors import PdcoreError
 from pdcore.fsm.effects import PostTransfer
-from pdcore.kv.plan import lease_ranges, plan_blocks
+from pdcore.kv.plan import WHOLE, Share, lease_ranges, plan_blocks
 from pdcore.scheduler.setup import CoreSetup, Destination
 
 
@@ -48,6 +48,7 @@ def fill_transfer(
             destination.placement,
             target_blocks,
             (effect.start_token, effect.start_token + effect.num_tokens),
+            _share(setup),
         )
         ranges = lease_ranges(destination.placement, destination.spec, target_blocks)
     except (PdcoreError, ValueError) as error:
@@ -55,3 +56,11 @@ def fill_transfer(
     return msgspec.structs.replace(
         effect, endpoint=handshake.endpoint, batches=batches, ranges=ranges
     )
+
+
+def _share(setup: CoreSetup) -> Share:
+    """R21, R58: the route told decode whether all CP ranks of this instance send."""
+    layout = setup.layout
+    if not layout.all_cp_ranks or layout.cp_size == 1:
+        return WHOLE
+    return layout.coordinates(setup.me.rank).cp, layout.cp_size

@@ -37,6 +37,8 @@ def registration_of(setup: CoreSetup) -> RankRegistration:
         attn_cp_rank=at.cp,
         attn_dp_size=profile.dp_size,
         attn_dp_rank=at.dp,
+        pp_size=profile.pp_size,
+        pp_rank=at.pp,
         rank_ip=host,
         rank_port=int(port),
         block_sizes=dict(profile.block_sizes),
@@ -48,6 +50,7 @@ def registration_of(setup: CoreSetup) -> RankRegistration:
         transport=profile.transport,
         protocol_min=profile.protocol_min,
         protocol_max=profile.protocol_max,
+        all_cp_ranks=setup.layout.all_cp_ranks,
     )
 
 

@@ -7,6 +7,7 @@ requests that wait for it after ``topology_ttl_s``, never the loop (D20).
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from typing import Final
@@ -19,6 +20,7 @@ from pdcore.topology import (
     InstanceProfile,
     ParallelLayout,
     RankCoordinates,
+    TargetRankMapping,
     check_compatible,
     map_target_ranks,
 )
@@ -167,18 +169,11 @@ class Topologies:
             return failure(
                 "incompatible", f"prefill has {route.dp_size} dp ranks, the request names {dp_rank}"
             )
+        prefill = profile_of(route)
         layout = ParallelLayout(
-            route.attn_tp_size * route.attn_cp_size * route.dp_size,
-            route.attn_tp_size,
-            route.attn_cp_size,
+            math.prod(prefill.sizes), prefill.tp_size, prefill.cp_size, prefill.pp_size
         )
-        mla = all(e.is_mla for e in self.setup.spec.entries)
-        mapping = map_target_ranks(
-            self.setup.profile(),
-            profile_of(route),
-            RankCoordinates(0, 0, self.setup.spec.tp_rank),
-            is_mla=mla,
-        )
+        mapping = map_to(self.setup, prefill)
         peers: list[PeerRef] = []
         for at, is_dummy in mapping.targets(dp_rank):
             rank = route.ranks.get(layout.route_key(at))
@@ -206,6 +201,27 @@ def check_pair(setup: CoreSetup, prefill: InstanceProfile) -> None:
         raise IncompatibleError(
             f"{error} (prefill is {prefill.shape}, decode is {decode.shape})"
         ) from None
+    if len(set(map_to(setup, prefill).dst_info_nums)) > 1:
+        # One handshake goes to all targets, and says how many each of them waits for.
+        raise IncompatibleError(
+            f"pp_size: {setup.spec.num_layers} layers do not end at the same stages on both "
+            f"sides, use a multiple of both (prefill is {prefill.shape}, decode is {decode.shape})"
+        )
+
+
+def map_to(setup: CoreSetup, prefill: InstanceProfile) -> TargetRankMapping:
+    """The ranks of that prefill that this decode rank gets its KV from (R58)."""
+    stages = setup.layout.pp_size > 1
+    return map_target_ranks(
+        setup.profile(),
+        prefill,
+        RankCoordinates(
+            0, 0, setup.spec.tp_rank, setup.layout.coordinates(setup.me.rank).pp if stages else 0
+        ),
+        is_mla=all(entry.is_mla for entry in setup.spec.entries),
+        all_cp_ranks=prefill.all_cp_ranks,
+        num_layers=setup.spec.num_layers,
+    )
 
 
 def _check_rank(key: str, rank: RouteRank) -> None:
@@ -233,6 +249,8 @@ def profile_of(route: Route) -> InstanceProfile:
         transport=route.transport,
         protocol_min=route.protocol_min,
         protocol_max=route.protocol_max,
+        pp_size=route.pp_size,
+        all_cp_ranks=route.all_cp_ranks,
     )
 
 

@@ -78,6 +78,7 @@ def test_stages_hold_the_entries_of_their_layers() -> None:
     assert [sorted({e.layer for e in s.entries}) for s in stages] == [[0, 1, 2], [3, 4], [5, 6]]
     assert {s.digest() for s in stages} == {spec.digest()}
     assert staged(stages[0], 1, 0).digest() == spec.digest()
+    assert {s.num_layers for s in (spec, *stages)} == {7}
     with pytest.raises(ConfigError, match="cannot hold"):
         staged(spec, 8, 0)
 
