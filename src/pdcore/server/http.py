@@ -93,19 +93,19 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
             raise InvalidRequest("content-encoding", f"{coding!r} is not supported: send it plain")
     parts: list[bytes] = []
     size = 0
-    try:
-        # The first part too: a client may send a head and then nothing.
-        with Within(asyncio.get_running_loop().time() + BODY_TIMEOUT_S):
-            while size <= limit_bytes:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("client gone")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if not message.get("more_body"):
-                    break
-    except TimeoutError:
-        raise Refused(failure("request_timeout", body_late())) from None
+    # The first part too: a client may send a head and then nothing.
+    until_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+    while size <= limit_bytes:
+        try:
+            message = await Within(until_s, receive())
+        except TimeoutError:
+            raise Refused(failure("request_timeout", body_late())) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone("client gone")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if not message.get("more_body"):
+            break
     if size > limit_bytes:
         raise Refused(failure("body_too_large", f"the body exceeds {limit_bytes} bytes"))
     return b"".join(parts)
@@ -124,8 +124,7 @@ def bounded_send(send: Send, remaining_s: float) -> Send:
 
     async def bounded(message: Message) -> None:
         try:
-            with Within(max(until_s, loop.time() + LAST_SEND_S)):
-                await send(message)
+            await Within(max(until_s, loop.time() + LAST_SEND_S), send(message))
         except TimeoutError:
             raise ClientGone("the client does not read its answer") from None
 

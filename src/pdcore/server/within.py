@@ -1,54 +1,88 @@
-"""A time limit around an await that happens for every token.
+"""A time limit around what is awaited for every token and nearly never has to wait.
 
-``asyncio.timeout_at`` does the same with two coroutines and an object of fifteen attributes,
-which is a good part of what sending one event of a stream costs.
+``async with asyncio.timeout_at`` makes two coroutines, an object and a timer each time, which
+is a good part of what sending one event of a stream costs. Here the timer is made when there
+is something to wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
+from collections.abc import Awaitable, Generator
+from functools import partial
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class Within:
-    """``with Within(when_s):`` raises TimeoutError inside the current task at that moment of
-    the running loop's clock, unless the block has ended or the task is cancelled by somebody
-    else; that cancellation passes."""
+class Within(Generic[T]):
+    """``await Within(when_s, awaitable)``: what it gives, or TimeoutError at that moment of the
+    running loop's clock. A cancellation by somebody else passes. What is ready at once is not
+    late, whatever the clock says."""
 
-    __slots__ = ("_cancelling", "_handle", "_is_late", "_task", "_when_s")
+    __slots__ = ("_awaitable", "_is_late", "_when_s")
 
-    _cancelling: int
-    _handle: asyncio.TimerHandle
-    _task: asyncio.Task[object]
-
-    def __init__(self, when_s: float) -> None:
+    def __init__(self, when_s: float, awaitable: Awaitable[T]) -> None:
         self._when_s = when_s
+        self._awaitable = awaitable
         self._is_late = False
 
-    def __enter__(self) -> None:
+    def __await__(self) -> Generator[object, object, T]:
+        inner = self._awaitable.__await__()
+        try:
+            waits_for: object = next(inner)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+        return (yield from self._wait(inner, waits_for))
+
+    def _wait(
+        self, inner: Generator[object, object, T], waits_for: object
+    ) -> Generator[object, object, T]:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         if task is None:
+            inner.close()
             raise RuntimeError("a time limit needs a task that it can cancel")
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._handle = loop.call_at(self._when_s, self._expire)
+        cancelling = task.cancelling()
+        timer = loop.call_at(self._when_s, self._expire, task)
+        try:
+            return (yield from _go_on(waits_for, inner))
+        except asyncio.CancelledError as error:
+            # The same rule as asyncio.Timeout: only a cancellation that is ours alone counts.
+            if self._settle(task, cancelling):
+                raise TimeoutError from error
+            raise
+        finally:
+            timer.cancel()
+            self._settle(task, cancelling)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._handle.cancel()
-        # The same rule as asyncio.Timeout: only a cancellation that is ours alone is a timeout.
-        if (
-            self._is_late
-            and self._task.uncancel() <= self._cancelling
-            and kind is asyncio.CancelledError
-        ):
-            raise TimeoutError from error
+    def _settle(self, task: asyncio.Task[object], cancelling: int) -> bool:
+        """Take our own request to cancel back, once; whether there was no other."""
+        if not self._is_late:
+            return False
+        self._is_late = False
+        return task.uncancel() <= cancelling
 
-    def _expire(self) -> None:
+    def _expire(self, task: asyncio.Task[object]) -> None:
         self._is_late = True
-        self._task.cancel()
+        task.cancel()
+
+
+def _go_on(waits_for: object, inner: Generator[object, object, T]) -> Generator[object, object, T]:
+    """``yield from inner``, which has begun already and waits for its first."""
+    while True:
+        try:
+            sent = yield waits_for
+        except BaseException as error:
+            if isinstance(error, GeneratorExit):
+                inner.close()
+                raise
+            step = partial(inner.throw, error)
+        else:
+            step = partial(inner.send, sent)
+        try:
+            waits_for = step()
+        except StopIteration as done:
+            value: T = done.value
+            return value
