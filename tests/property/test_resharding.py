@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -32,6 +32,9 @@ Bytes = NDArray[np.uint8]
 Plan = Callable[..., tuple[WriteBatch, ...]]
 
 NUM_BLOCKS, MAX_LEN = 64, 64
+#: At length too: an example takes a tenth of a second, and a test that takes two minutes
+#: counts as hanging.
+EXAMPLES = min(500, settings.default.max_examples if settings.default else 100)
 
 
 @attrs.frozen
@@ -301,6 +304,7 @@ def check_scene(scene: Scene, plan: Plan = plan_blocks) -> None:
         check_arrived(scene, dst, tp, before)
 
 
+@settings(max_examples=EXAMPLES)
 @given(scenes())
 def test_bytes_arrive_where_they_belong_and_nowhere_else(scene: Scene) -> None:
     """R58, R80, R94-R96, R110-R113, D29, D36, D37: invariant 5 over everything that two

@@ -483,6 +483,47 @@ def test_one_strided_descriptor_per_block_and_entry() -> None:
     assert merged.num_bytes == batch.num_bytes
 
 
+def token_by_token(
+    src: KVCacheSpec, a: KVPlacement, s: dict[str, list[int]],
+    dst: KVCacheSpec, b: KVPlacement, d: dict[str, list[int]],
+) -> tuple[WriteBatch, ...]:  # fmt: skip
+    """Mutant: the seed's rule for unequal TP, a piece per token and entry."""
+    batches = []
+    for batch in plan_blocks(src, a, s, dst, b, d):
+        size = dst.entries[0].token_bytes
+        rows = [
+            [local + at, remote + at, size, 1, 0, 0]
+            for local, remote, length in batch.pieces()
+            for at in range(0, length, size)
+        ]
+        batches.append(
+            WriteBatch(batch.local_region, batch.remote_region, np.array(rows, np.int64))
+        )
+    return tuple(batches)
+
+
+def check_whole_blocks(plan: Callable[..., tuple[WriteBatch, ...]]) -> None:
+    """MLA 4 -> 1: rows that are identical on both sides go block by block at most."""
+    spec = KVCacheSpec((KVCacheEntry("c", "mla", "uint8", 8, 1, 1, 4, is_mla=True),))
+    place, size = place_entries(spec, 10)
+    source = np.arange(size, dtype=np.uint8)
+    target = np.zeros(size, np.uint8)
+    src, blocks = attrs.evolve(spec, tp_size=4), {"mla": [1, 3, 5]}
+    batches = plan(src, place, blocks, spec, place, blocks)
+    execute(batches, {0: source}, {0: target})
+    assert all((view(target, spec, place, 0, n) == view(source, spec, place, 0, n)).all()
+               for n in (1, 3, 5))  # fmt: skip
+    count = sum(len(batch.descriptors) for batch in batches)
+    assert count <= 3, f"{count} descriptors for three blocks"
+
+
+def test_d29_mutant_that_goes_token_by_token_is_caught() -> None:
+    """D29: it moves the right bytes, in eight times as many pieces."""
+    check_whole_blocks(plan_blocks)
+    with pytest.raises(AssertionError, match="24 descriptors for three blocks"):
+        check_whole_blocks(token_by_token)
+
+
 def check_mla_descriptors(count: int) -> None:
     assert count <= 7_808, f"{count} descriptors for rows that are identical on both sides"
 
