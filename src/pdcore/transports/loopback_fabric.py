@@ -211,7 +211,7 @@ class LoopbackFabric:
             if isinstance(subject, Job):
                 self._land(subject)
             elif action.kind == "deliver":
-                self._deliver(subject)
+                _deliver(subject)
             elif subject.sender.faults.delay:
                 subject.sender.faults.delay -= 1
             else:
@@ -229,7 +229,7 @@ class LoopbackFabric:
                 while link.movable() and link.sender not in delayed:
                     self._move(link)
                 while link.outbox:
-                    self._deliver(link)
+                    _deliver(link)
             for endpoint in delayed:
                 endpoint.faults.delay -= 1
 
@@ -317,13 +317,6 @@ class LoopbackFabric:
         else:
             job.chunks += 1
 
-    def _deliver(self, link: Link) -> None:
-        lease, payload = link.outbox.popleft()
-        if link.sender.faults.drop_notifications:
-            link.sender.faults.drop_notifications -= 1
-        elif link.receiver.regions.granted(lease) is not None:
-            link.receiver.push(Notification(link.sender.incarnation, payload))
-
     def _land(self, job: Job) -> None:
         if not _refusal(job) and next(job.steps, None) is not None:
             job.chunks += 1
@@ -362,6 +355,14 @@ def new_job(
     sender.pin(pair.local_region for pair in plan.pairs)
     receiver.pin(pair.remote_region for pair in plan.pairs)
     return job
+
+
+def _deliver(link: Link) -> None:
+    lease, payload = link.outbox.popleft()
+    if link.sender.faults.drop_notifications:
+        link.sender.faults.drop_notifications -= 1
+    elif link.receiver.regions.granted(lease) is not None:
+        link.receiver.push(Notification(link.sender.incarnation, payload))
 
 
 def _unpin(job: Job) -> None:
