@@ -125,7 +125,8 @@ def entries_of(draw: st.DrawFn, key: str, heads: int, *, equal_tp: bool) -> list
         nope = attrs.evolve(base, num_heads=1, total_num_heads=1, is_mla=True)
         return [nope, attrs.evolve(nope, name=f"{key}.rope", head_dim=1)]
     if kind == "gqa":
-        return [base, attrs.evolve(base, name=f"{key}.v", head_dim=2)]
+        # The other entry of a key may have a row per token where this one has fewer.
+        return [base, attrs.evolve(base, name=f"{key}.v", head_dim=2, compress_ratio=1)]
     scale = attrs.evolve(base, name=f"{key}.scale", dtype="float32", head_dim=1)
     if equal_tp and draw(st.booleans()):
         scale = attrs.evolve(scale, num_heads=1, is_per_rank=True)

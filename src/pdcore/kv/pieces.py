@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcore.kv.reblock import RowCuts
+from pdcore.kv.reblock import Cuts
 from pdcore.kv.slices import TokenSlice
 from pdcore.kv.spec import HEAD_MAJOR, KVCacheEntry
 
@@ -50,6 +50,8 @@ class RowPiece(NamedTuple):
     num_heads: int = 0
     src_head: int = 0
     dst_head: int = 0
+    #: Tokens per row.
+    ratio: int = 1
 
 
 def block_piece(
@@ -97,6 +99,7 @@ def row_piece(
             cut.length // head,
             head * src_rows,
             head * dst_rows,
+            src.compress_ratio,
         )
     return RowPiece(
         src_at + cut.src_offset,
@@ -106,6 +109,7 @@ def row_piece(
         src.token_bytes,
         dst.token_bytes,
         cut.length,
+        ratio=src.compress_ratio,
     )
 
 
@@ -151,22 +155,23 @@ def expand_blocks(
     return _columns(local, remote, piece.width, lengths, piece.src_stride, piece.dst_stride)
 
 
-def expand_rows(piece: RowPiece, cuts: RowCuts) -> Int64Array:
+def expand_rows(piece: RowPiece, cuts: Cuts) -> Int64Array:
     """Descriptors of one entry, shape (n, 6), columns as in :class:`pdcore.kv.plan.WriteBatch`."""
-    local = piece.src_offset + cuts.src * piece.src_stride + cuts.src_row * piece.src_row
-    remote = piece.dst_offset + cuts.dst * piece.dst_stride + cuts.dst_row * piece.dst_row
+    src_row, dst_row, num_rows = cuts.rows(piece.ratio)
+    local = piece.src_offset + cuts.src * piece.src_stride + src_row * piece.src_row
+    remote = piece.dst_offset + cuts.dst * piece.dst_stride + dst_row * piece.dst_row
     if piece.num_heads:
         return _columns(
             local,
             remote,
-            cuts.num_rows * piece.width,
+            num_rows * piece.width,
             piece.num_heads,
             piece.src_head,
             piece.dst_head,
         )
     if piece.width != piece.src_row or piece.width != piece.dst_row:
-        return _columns(local, remote, piece.width, cuts.num_rows, piece.src_row, piece.dst_row)
-    return _join(local, remote, cuts.num_rows * piece.width)
+        return _columns(local, remote, piece.width, num_rows, piece.src_row, piece.dst_row)
+    return _join(local, remote, num_rows * piece.width)
 
 
 def _join(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> Int64Array:

@@ -36,7 +36,7 @@ from pdcore.kv.pieces import (
     join_neighbours,
     row_piece,
 )
-from pdcore.kv.reblock import BlockShape, cut_rows
+from pdcore.kv.reblock import BlockShape, cut_tokens
 from pdcore.kv.slices import TokenSlice, check_kept_per_rank, slice_token
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 from pdcore.types import NULL_BLOCK
@@ -119,9 +119,7 @@ class KVPlanner:
                     )
             group = self._groups.get(key)
             if group is None:
-                shape = BlockShape(
-                    src_sizes[key], dst_sizes[key], ours.compress_ratio, ours.sliding_window
-                )
+                shape = BlockShape(src_sizes[key], dst_sizes[key], ours.sliding_window)
                 group = self._groups[key] = _Group(shape)
             if not cut.is_first:
                 continue
@@ -383,7 +381,7 @@ def _write_blocks(key: str, group: _Group, src: Int64Array, dst: Int64Array) -> 
 def _write_rows(
     key: str, group: _Group, src: Int64Array, dst: Int64Array, part: tuple[int, int]
 ) -> list[WriteBatch]:
-    cuts = cut_rows(key, src, dst, group.shape, part)
+    cuts = cut_tokens(key, src, dst, group.shape, part)
     if not len(cuts.src):
         return []
     return [

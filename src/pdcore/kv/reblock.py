@@ -25,28 +25,39 @@ Int64Array = NDArray[np.int64]
 
 
 class BlockShape(NamedTuple):
-    """Tokens per block on each side, tokens per row, and the window of one manager key."""
+    """Tokens per block on each side and the window of one manager key."""
 
     src_size: int
     dst_size: int
-    ratio: int = 1
     window: int | None = None
 
 
-class RowCuts(NamedTuple):
-    """Runs of rows, each inside one block of either side: block ids, first rows inside
-    them and numbers of rows, five int64 arrays of one length."""
+class Cuts(NamedTuple):
+    """Runs of tokens, each inside one block of either side: block ids, first tokens inside
+    them and numbers of tokens, five int64 arrays of one length."""
 
     src: Int64Array
     dst: Int64Array
-    src_row: Int64Array
-    dst_row: Int64Array
-    num_rows: Int64Array
+    src_token: Int64Array
+    dst_token: Int64Array
+    num_tokens: Int64Array
+
+    def rows(self, ratio: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """First rows inside the blocks and numbers of rows where ``ratio`` tokens share a
+        row (it divides both block sizes); a row that is begun counts."""
+        if ratio == 1:
+            return self.src_token, self.dst_token, self.num_tokens
+        first = self.src_token // ratio
+        return (
+            first,
+            self.dst_token // ratio,
+            -(-(self.src_token + self.num_tokens) // ratio) - first,
+        )
 
 
-def cut_rows(
+def cut_tokens(
     key: str, src: Int64Array, dst: Int64Array, shape: BlockShape, tokens: tuple[int, int]
-) -> RowCuts:
+) -> Cuts:
     """The cuts of positions ``tokens`` (first, one past the last), null blocks left out.
 
     ``src`` and ``dst`` are whole tables from position 0 that reach the last position.
@@ -56,7 +67,7 @@ def cut_rows(
     start, stop = tokens
     if stop <= start:
         none = np.empty(0, np.int64)
-        return RowCuts(none, none, none, none, none)
+        return Cuts(none, none, none, none, none)
     ends = [
         np.arange((start // size + 1) * size, stop, size, dtype=np.int64)
         for size in (shape.src_size, shape.dst_size)
@@ -75,11 +86,6 @@ def cut_rows(
         )
     keep = is_wanted & is_there
     first, last = first[keep], last[keep]
-    begin = first // shape.ratio
-    return RowCuts(
-        src_ids[keep],
-        dst_ids[keep],
-        begin - first // shape.src_size * (shape.src_size // shape.ratio),
-        begin - first // shape.dst_size * (shape.dst_size // shape.ratio),
-        -(-last // shape.ratio) - begin,
+    return Cuts(
+        src_ids[keep], dst_ids[keep], first % shape.src_size, first % shape.dst_size, last - first
     )

@@ -14,7 +14,7 @@ from pdcore.kv.pieces import (
     join_neighbours,
     row_piece,
 )
-from pdcore.kv.reblock import BlockShape, cut_rows
+from pdcore.kv.reblock import BlockShape, cut_tokens
 from pdcore.kv.slices import TokenSlice
 from pdcore.kv.spec import HEAD_MAJOR, KVCacheEntry
 
@@ -78,7 +78,7 @@ def test_re_blocked_rows_are_one_descriptor_per_cut(layout: str) -> None:
     src = attrs.evolve(HALF, layout=layout)
     dst = attrs.evolve(WHOLE, layout=layout, block_size=8)
     piece = row_piece(src, dst, UPPER, 0, 1000, 64, 256)
-    cuts = cut_rows("full", ids(2, 1), ids(3), BlockShape(4, 8), (0, 7))
+    cuts = cut_tokens("full", ids(2, 1), ids(3), BlockShape(4, 8), (0, 7))
     if layout == HEAD_MAJOR:
         # Heads begin 32 bytes apart here, 64 there: two heads of 4, then of 3 rows.
         assert expand_rows(piece, cuts).tolist() == [
@@ -96,7 +96,7 @@ def test_re_blocked_rows_of_equal_length_are_plain_copies_and_merge() -> None:
     """R79: two small blocks in a row fill one large block in one piece."""
     dst = attrs.evolve(WHOLE, block_size=8)
     piece = row_piece(WHOLE, dst, SAME, 0, 0, 128, 256)
-    cuts = cut_rows("full", ids(2, 3, 1), ids(4, 6), BlockShape(4, 8), (0, 12))
+    cuts = cut_tokens("full", ids(2, 3, 1), ids(4, 6), BlockShape(4, 8), (0, 12))
     assert expand_rows(piece, cuts).tolist() == [
         [256, 1024, 256, 1, 0, 0],
         [128, 1536, 128, 1, 0, 0],

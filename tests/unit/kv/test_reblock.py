@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.errors import IncompatibleError
-from pdcore.kv.reblock import BlockShape, RowCuts, cut_rows
+from pdcore.kv.reblock import BlockShape, Cuts, cut_tokens
 
 
 def cut(
     src: list[int], dst: list[int], shape: BlockShape, tokens: tuple[int, int]
 ) -> list[tuple[int, int, int, int, int]]:
     """(source block, destination block, first rows inside them, rows) of every cut."""
-    cuts = cut_rows("full", np.array(src, np.int64), np.array(dst, np.int64), shape, tokens)
+    cuts = cut_tokens("full", np.array(src, np.int64), np.array(dst, np.int64), shape, tokens)
     return list(zip(*(column.tolist() for column in cuts), strict=True))
 
 
@@ -38,11 +38,14 @@ def test_a_part_begins_and_ends_inside_blocks() -> None:
 
 
 def test_rows_of_several_tokens() -> None:
-    """R110: four tokens share a row; the last one may be begun."""
-    assert cut([5, 3], [7], BlockShape(8, 16, ratio=4), (0, 13)) == [
-        (5, 7, 0, 0, 2),
-        (3, 7, 0, 2, 2),
-    ]
+    """R110: four tokens share a row; one that is begun counts. Entries of one manager key
+    may have rows of different length."""
+    shape = BlockShape(8, 16)
+    cuts = cut_tokens("c", np.array([5, 3]), np.array([7]), shape, (0, 13))
+    assert [column.tolist() for column in cuts.rows(4)] == [[0, 0], [0, 2], [2, 2]]
+    assert [column.tolist() for column in cuts.rows(1)] == [[0, 0], [0, 8], [8, 5]]
+    inside = cut_tokens("c", np.array([5, 3]), np.array([7]), shape, (6, 10))
+    assert [column.tolist() for column in inside.rows(4)] == [[1, 0], [1, 2], [1, 1]]
 
 
 def test_null_blocks_are_skipped_and_lost_ones_are_an_error() -> None:
@@ -63,7 +66,7 @@ def test_every_position_is_in_exactly_one_cut(
     stop = start + length
     src = np.arange(1, -(-stop // src_size) + 1, dtype=np.int64)
     dst = np.arange(1, -(-stop // dst_size) + 1, dtype=np.int64)
-    cuts: RowCuts = cut_rows("k", src, dst, BlockShape(src_size, dst_size), (start, stop))
+    cuts: Cuts = cut_tokens("k", src, dst, BlockShape(src_size, dst_size), (start, stop))
     found = []
     for a, b, row, other, count in zip(*(c.tolist() for c in cuts), strict=True):
         for i in range(count):
