@@ -236,7 +236,7 @@ def test_notifying_first_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         if job.chunks == 0 and job.notify is not None:
             link.outbox.append((job.lease, job.notify))
             job.notify = None
-            self._deliver(link)
+            loopback_fabric._deliver(link)
         real(self, link)
 
     monkeypatch.setattr(LoopbackFabric, "_move", early)
