@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdcore.errors import IncompatibleError
+from pdcore.kv.blocks import BlockPool
 from pdcore.kv.layout import place_entries, resharded, staged
 from pdcore.kv.plan import (
     LOCAL_OFFSET,
@@ -28,6 +30,7 @@ from pdcore.kv.plan import (
 )
 from pdcore.kv.slices import TokenSlice, slice_token
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
+from pdcore.kv.tables import KVGroup, SlidingWindowBlocks
 
 Bytes = NDArray[np.uint8]
 
@@ -421,6 +424,58 @@ def test_scales_kept_once_per_rank_need_equal_sizes() -> None:
         KVPlanner(equal, place, scaled(1, 0), place)
     (batch,) = plan_blocks(equal, place, {"full": [1]}, equal, place, {"full": [2]})
     assert batch.num_bytes == sum(e.item_len for e in equal.entries)
+
+
+# --- D37: windows ---------------------------------------------------------------------------
+
+
+def lost_positions(tables: type[SlidingWindowBlocks]) -> tuple[int, int]:
+    """Over window x block sizes of both sides x next_n x prompt: (combinations in which a
+    position that decode's next query reads is not written, all combinations)."""
+    lost = count = 0
+    entry = KVCacheEntry("k", "w", "uint8", 4, 1, 1, 1, sliding_window=1)
+    sizes = ((4, 4), (2, 4), (4, 3), (1, 8), (8, 2))
+    for window, (here, there) in itertools.product((1, 2, 4, 8, 16), sizes):
+        src = KVCacheSpec((attrs.evolve(entry, block_size=here, sliding_window=window),))
+        dst = KVCacheSpec((attrs.evolve(entry, block_size=there, sliding_window=window),))
+        places = place_entries(src, 64)[0], place_entries(dst, 64)[0]
+        planner = KVPlanner(src, places[0], dst, places[1])
+        for next_n, prompt in itertools.product((0, 2, 3), range(1, 34, 2)):
+            count += 1
+            prefill = SlidingWindowBlocks(KVGroup("w", here, window), BlockPool(64))
+            prefill.grow(1, 0, prompt // 2)  # in two chunks
+            prefill.recycle(1, prompt // 2)
+            prefill.grow(1, prompt // 2, prompt)
+            decode = tables(KVGroup("w", there, window), BlockPool(64))
+            decode.grow(1, prompt, prompt + 1 + next_n + max(next_n - 1, 0))
+            table = decode.tables[1][: -(-prompt // there)]
+            plan = planner.plan({"w": prefill.tables[1]}, {"w": table}, (0, prompt))
+            found = written(plan)
+            assert not any(at < there for at in found), "the null block is written"
+            needed = range(max(0, prompt - window + 1), prompt)
+            lost += any(table[p // there] * there + p % there not in found for p in needed)
+    return lost, count
+
+
+class SeedWindow(SlidingWindowBlocks):
+    """Mutant: counts the window back from the last slot it allocates, as the seed does."""
+
+    def grow(self, seq_id: int, computed: int, total: int) -> None:
+        first = max(0, total - self.window) // self.block_size
+        blocks = -(-total // self.block_size)
+        self.tables[seq_id] = [0] * first + self.pool.allocate(blocks - first)
+
+
+def check_windows_arrive(tables: type[SlidingWindowBlocks]) -> None:
+    lost, count = lost_positions(tables)
+    assert lost == 0, f"{lost} of {count} combinations lose what the next query reads"
+
+
+def test_what_the_next_query_reads_arrives_over_the_whole_grid() -> None:
+    """D37: between equal and different block sizes, with and without drafts."""
+    check_windows_arrive(SlidingWindowBlocks)
+    with pytest.raises(AssertionError, match="lose what the next query reads"):
+        check_windows_arrive(SeedWindow)
 
 
 # --- unequal TP ------------------------------------------------------------------------------
