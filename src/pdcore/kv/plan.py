@@ -166,8 +166,8 @@ class KVPlanner:
             _check_once(key, dst_blocks[key][part[0] // size : -(-part[1] // size)])
             first, last = _shared_blocks(part, size, share)
             if group.shape.src_size != size:
-                part = max(part[0], first * size), min(part[1], last * size)
-                batches.extend(_write_rows(key, group, src, dst, part))
+                mine = max(part[0], first * size), min(part[1], last * size)
+                batches.extend(_write_rows(key, group, src, dst, mine, part[1]))
             else:
                 batches.extend(_write_blocks(key, group, src[first:last], dst[first:last]))
         return tuple(batches)
@@ -379,9 +379,14 @@ def _write_blocks(key: str, group: _Group, src: Int64Array, dst: Int64Array) -> 
 
 
 def _write_rows(
-    key: str, group: _Group, src: Int64Array, dst: Int64Array, part: tuple[int, int]
+    key: str,
+    group: _Group,
+    src: Int64Array,
+    dst: Int64Array,
+    part: tuple[int, int],
+    next_query: int,
 ) -> list[WriteBatch]:
-    cuts = cut_tokens(key, src, dst, group.shape, part)
+    cuts = cut_tokens(key, src, dst, group.shape, part, next_query)
     if not len(cuts.src):
         return []
     return [

@@ -56,11 +56,19 @@ class Cuts(NamedTuple):
 
 
 def cut_tokens(
-    key: str, src: Int64Array, dst: Int64Array, shape: BlockShape, tokens: tuple[int, int]
+    key: str,
+    src: Int64Array,
+    dst: Int64Array,
+    shape: BlockShape,
+    tokens: tuple[int, int],
+    next_query: int | None = None,
 ) -> Cuts:
     """The cuts of positions ``tokens`` (first, one past the last), null blocks left out.
 
     ``src`` and ``dst`` are whole tables from position 0 that reach the last position.
+    ``next_query``: the position that a window counts back from, where ``tokens`` are only a
+    part (None: one past the last).
+
     Raises IncompatibleError for a position that the next query reads in a block that the
     source has dropped.
     """
@@ -77,7 +85,8 @@ def cut_tokens(
     src_ids, dst_ids = src[first // shape.src_size], dst[first // shape.dst_size]
     is_wanted = dst_ids != NULL_BLOCK
     is_there = src_ids != NULL_BLOCK
-    needed_from = 0 if shape.window is None else max(0, stop - shape.window + 1)
+    query = stop if next_query is None else next_query
+    needed_from = 0 if shape.window is None else max(0, query - shape.window + 1)
     lost = np.flatnonzero(is_wanted & ~is_there & (last > needed_from))
     if len(lost):
         raise IncompatibleError(

@@ -59,6 +59,17 @@ def test_null_blocks_are_skipped_and_lost_ones_are_an_error() -> None:
         cut([1, 0, 2, 3], [3], BlockShape(2, 8), (0, 8))
 
 
+def test_a_share_of_the_tokens_counts_the_window_from_the_end_of_all() -> None:
+    """D37, R58: the first of two context parallel ranks writes positions 0 to 7 of 12; with a
+    window of 4 none of them is read any more."""
+    shape = BlockShape(2, 8, window=4)
+    src, dst = np.array([0, 0, 0, 0, 4, 5]), np.array([2, 3])
+    cuts = cut_tokens("w", src, dst, shape, (0, 8), next_query=12)
+    assert len(cuts.src) == 0
+    with pytest.raises(IncompatibleError, match="position 5 tokens"):
+        cut_tokens("w", src, dst, shape, (0, 8))
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 40), st.integers(0, 40))
 def test_every_position_is_in_exactly_one_cut(
     src_size: int, dst_size: int, start: int, length: int
