@@ -40,7 +40,9 @@ from pdcore.transports.shm_segment import available_bytes
 from pdcore.transports.socket_address import (
     TCP,
     UNIX,
-    encode_blob,
+    Home,
+    Origin,
+    encode_home,
     free_port,
     listen_tcp,
     listen_unix,
@@ -113,22 +115,21 @@ class SocketTransport:
         reason = why_unavailable()
         if reason is not None:
             raise TransportError(reason)
-        self._bind = _Bind(tuple(families), host, advertise, port)
+        here = this_origin()
+        self._bind = _Bind(here, tuple(families), host, advertise, port)
         self.incarnation = incarnation
         self.caps = attrs.evolve(CAPS, cross_host=TCP in self._bind.families)
-        here = this_origin()
         key = check_secret(None if secret is None else secret.encode())
-        me = Identity(incarnation, here.encode(), key)
+        self._me = Identity(incarnation, encode_home(incarnation, Home(here)), key)
         self._regions = RegionTable()
         self._inbox: Inbox[Told] = Inbox()
         #: Replaced, never changed: the transport's thread reads it.
         self._published: dict[int, int] = {}
         self._loop = Loop(
-            me, here, self._regions, lambda: self._published, self._inbox, stall_timeout_s
+            self._me, here, self._regions, lambda: self._published, self._inbox, stall_timeout_s
         )
-        self._sender = Sender(me, here, self._regions, self._loop, connect_timeout_s)
+        self._sender = Sender(self._me, here, self._regions, self._loop, connect_timeout_s)
         self.counts = self._loop.counts
-        self._blob = b""
         self._closed = False
         _living.add(self)
 
@@ -149,12 +150,13 @@ class SocketTransport:
 
     def descriptor(self) -> bytes:
         _check_open(self._closed)
-        if not self._blob:
-            self._blob = self._bind.listen(self.incarnation, self._loop)
-        return EndpointDescriptor(NAME, self.incarnation, self._published, self._blob).encode()
+        self._bind.begin(self._me, self._loop)
+        return EndpointDescriptor(NAME, self.incarnation, self._published, self._me.home).encode()
 
     def connect(self, descriptor: bytes) -> PeerSession:
         _check_open(self._closed)
+        # So that the peer can ask whether we live, should the connection break.
+        self._bind.begin(self._me, self._loop)
         return self._sender.connect(decode(descriptor, NAME))
 
     def disconnect(self, session: PeerSession) -> None:
@@ -218,14 +220,16 @@ class SocketTransport:
         return left
 
 
-@attrs.frozen
+@attrs.define
 class _Bind:
-    """Where a transport listens, once somebody asks for its descriptor."""
+    """Where a transport listens, once it speaks with anybody."""
 
+    here: Origin
     families: tuple[str, ...]
     host: str
     advertise: str | None
     port: int
+    is_listening: bool = False
 
     def __attrs_post_init__(self) -> None:
         unknown = set(self.families) - {UNIX, TCP}
@@ -234,8 +238,10 @@ class _Bind:
                 f"families must be one or both of {UNIX!r} and {TCP!r}, got {self.families!r}"
             )
 
-    def listen(self, incarnation: Incarnation, loop: Loop) -> bytes:
-        """The blob of the descriptor. Raises TransportError."""
+    def begin(self, me: Identity, loop: Loop) -> None:
+        """Listen, and say so in what we tell of ourselves. Idempotent. Raises TransportError."""
+        if self.is_listening:
+            return
         found = []
         try:
             if UNIX in self.families:
@@ -247,7 +253,9 @@ class _Bind:
                 listener.close()
             raise
         loop.listen([listener for listener, _ in found])
-        return encode_blob(incarnation, this_origin(), [address for _, address in found])
+        home = Home(self.here, tuple(address for _, address in found))
+        me.home = encode_home(me.incarnation, home)
+        self.is_listening = True
 
 
 def _memory(size_bytes: int) -> memoryview:

@@ -91,22 +91,30 @@ class Address:
         return f"unix:{self.host}" if self.family == UNIX else f"{self.host} port {self.port}"
 
 
-def encode_blob(incarnation: Incarnation, origin: Origin, addresses: list[Address]) -> bytes:
-    """The blob of an endpoint descriptor. Its checksum covers the incarnation, so that the
-    addresses of one life are never dialled for another."""
-    parts = [origin.encode(), _COUNT.pack(len(addresses))]
-    for address in addresses:
+@attrs.frozen
+class Home:
+    """Which process a transport lives in, and where it listens (nowhere: it never will)."""
+
+    origin: Origin
+    addresses: tuple[Address, ...] = ()
+
+
+def encode_home(incarnation: Incarnation, home: Home) -> bytes:
+    """The blob of an endpoint descriptor, and what a HELLO says. Its checksum covers the
+    incarnation, so that the addresses of one life are never dialled for another."""
+    parts = [home.origin.encode(), _COUNT.pack(len(home.addresses))]
+    for address in home.addresses:
         host = address.host.encode()
         parts.append(_ADDRESS.pack(_CODES[address.family], address.port, len(host)) + host)
     body = b"".join(parts)
     return body + _CRC.pack(zlib.crc32(incarnation + body))
 
 
-def decode_blob(incarnation: Incarnation, blob: bytes) -> tuple[Origin, list[Address]]:
+def decode_home(incarnation: Incarnation, data: bytes) -> Home:
     """Raises TransportError."""
-    body = blob[: -_CRC.size]
+    body = data[: -_CRC.size]
     try:
-        if _CRC.unpack(blob[-_CRC.size :])[0] != zlib.crc32(incarnation + body):
+        if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(incarnation + body):
             raise TransportError("malformed endpoint descriptor: not an address of this life")
         origin = decode_origin(body[: _ORIGIN.size])
         (count,) = _COUNT.unpack_from(body, _ORIGIN.size)
@@ -119,9 +127,9 @@ def decode_blob(incarnation: Incarnation, blob: bytes) -> tuple[Origin, list[Add
             addresses.append(Address(family, body[at - size : at].decode("ascii"), port))
     except (struct.error, StopIteration, UnicodeDecodeError):
         raise TransportError("malformed endpoint descriptor: not an address of socket") from None
-    if at != len(body) or not addresses:
-        raise TransportError("malformed endpoint descriptor: no address, or something after it")
-    return origin, addresses
+    if at != len(body):
+        raise TransportError("malformed endpoint descriptor: something after its addresses")
+    return Home(origin, tuple(addresses))
 
 
 def listen_unix() -> tuple[socket.socket, Address]:
@@ -191,30 +199,36 @@ def _with_scope(at: tuple[object, ...]) -> tuple[str, int]:
     return shown, int(str(port))
 
 
-def dial(
-    addresses: list[Address], *, here: Origin, there: Origin, deadline: float
-) -> socket.socket:
+def reachable(home: Home, here: Origin) -> list[Address]:
+    """Those of its addresses that can be tried from here, the nearest first. Raises
+    TransportError when there is none."""
+    near = here.shares_network_with(home.origin)
+    found = [address for address in home.addresses if address.family == TCP or near]
+    if not found:
+        raise TransportError(
+            "the peer listens on AF_UNIX only and is on another host or in another network "
+            "namespace: give it a TCP address"
+            if home.addresses
+            else "the peer has no address: it listens nowhere"
+        )
+    return found
+
+
+def dial(home: Home, here: Origin, deadline: float) -> socket.socket:
     """Connect to the first address that answers, until ``deadline`` (monotonic).
 
     Raises PeerGone when nobody listens there, or nobody answers in time; TransportError when
     none of the addresses can be tried from here.
     """
-    why: TransportError | None = None
-    for address in addresses:
-        if address.family == UNIX and not here.shares_network_with(there):
-            continue
-        try:
+    *others, last = reachable(home, here)
+    for address in others:
+        with contextlib.suppress(PeerGone):
             return _dial(address, deadline)
-        except TransportError as error:
-            why = error
-    raise why or TransportError(
-        "the peer listens on AF_UNIX only and is on another host or in another network "
-        "namespace: give it a TCP address"
-    )
+    return _dial(last, deadline)
 
 
 def _dial(address: Address, deadline: float) -> socket.socket:
-    family, at = _target(address)
+    family, at = target_of(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         left = max(0.001, deadline - time.monotonic())
@@ -238,7 +252,8 @@ def _dial(address: Address, deadline: float) -> socket.socket:
     return sock
 
 
-def _target(address: Address) -> tuple[int, str | bytes | tuple[str, int]]:
+def target_of(address: Address) -> tuple[int, str | bytes | tuple[str, int]]:
+    """Socket family and what ``connect`` takes. Raises TransportError."""
     if address.family == TCP:
         return _numeric(address.host, address.port)
     name = b"\0" + address.host.encode()

@@ -39,13 +39,17 @@ from pdcore.transports.socket_wire import (
 from pdcore.types import Incarnation
 
 
-@attrs.frozen
+class StaleTarget(TransportError):
+    """The caller means another process life than this one."""
+
+
+@attrs.define
 class Identity:
-    """Who we are to others. ``process``: an encoded Origin. ``secret`` None: anybody who
-    reaches us and knows our incarnation is answered."""
+    """Who we are to others. ``home``: an encoded Home, replaced once we listen. ``secret``
+    None: anybody who reaches us and knows our incarnation is answered."""
 
     incarnation: Incarnation
-    process: bytes
+    home: bytes
     secret: bytes | None = attrs.field(default=None, repr=False)
 
 
@@ -60,11 +64,10 @@ class Greeting:
         self._nonce = b""
 
     def challenge(self, body: bytes) -> bytes:
-        """A HELLO came: the answer. Raises TransportError for who means another process life
-        than this one."""
+        """A HELLO came: the answer. Raises StaleTarget, TransportError."""
         hello = unpack_hello(body)
         if hello.target != self._me.incarnation:
-            raise TransportError("stale descriptor: this is another process life")
+            raise StaleTarget("stale descriptor: this is another process life")
         self.hello, self._said, self._nonce = hello, body, fresh_nonce()
         has_secret = self._me.secret is not None
         return pack(Kind.CHALLENGE, pack_challenge(self._nonce, has_secret=has_secret))
@@ -79,12 +82,14 @@ class Greeting:
                 if secret is not None
                 else "authentication failed: this end was given no secret"
             )
-        said = pack_regions(dict(regions), self._me.process)
+        said = pack_regions(dict(regions))
         return pack(Kind.WELCOME, listener_proof(secret, self._said, self._nonce, said) + said)
 
 
-def pack_refusal(why: str) -> bytes:
-    return pack(Kind.REFUSED, why.encode()[:MAX_REASON_BYTES])
+def pack_refusal(why: TransportError) -> bytes:
+    if isinstance(why, StaleTarget):
+        return pack(Kind.STALE)
+    return pack(Kind.REFUSED, str(why).encode()[:MAX_REASON_BYTES])
 
 
 def greet(
@@ -100,8 +105,8 @@ def greet(
     Raises PeerGone when the peer hangs up or does not answer in time, TransportError when
     it refuses, cannot prove that it knows our secret, or talks nonsense.
     """
-    said = pack_hello(Hello(me.incarnation, target, *numbers, fresh_nonce(), me.process))
-    reader = FrameReader((Kind.CHALLENGE, Kind.REFUSED))
+    said = pack_hello(Hello(me.incarnation, target, *numbers, fresh_nonce(), me.home))
+    reader = FrameReader((Kind.CHALLENGE, Kind.REFUSED, Kind.STALE))
     _send(sock, pack(Kind.HELLO, said), deadline)
     has_secret, nonce = unpack_challenge(_answer(sock, reader, deadline))
     if has_secret != (me.secret is not None):
@@ -140,6 +145,8 @@ def _answer(sock: socket.socket, reader: FrameReader, deadline: float) -> bytes:
             raise PeerGone(f"the peer closed the connection: {error}") from error
         if frame is not None:
             kind, body = frame
+            if kind is Kind.STALE:
+                raise PeerGone("stale descriptor: another process life is there now")
             if kind is Kind.REFUSED:
                 raise TransportError(f"the peer refused: {body.decode(errors='replace')}")
             return body

@@ -10,7 +10,7 @@ from typing import Final
 import attrs
 
 from pdcore.transports.base import PeerDied
-from pdcore.transports.socket_address import Origin
+from pdcore.transports.socket_address import Home
 from pdcore.transports.socket_greeting import Greeting
 from pdcore.transports.socket_incoming import Incoming
 from pdcore.transports.socket_outgoing import Ended, Outgoing
@@ -37,7 +37,7 @@ Told = Ended | NoteCame | PeerDied
 @attrs.define(eq=False)
 class Link:
     """``half``: which end of the conversation we are; a Greeting until a caller was welcomed.
-    ``incarnation`` and ``origin`` are the peer's, unknown while it is greeted. ``is_open``:
+    ``incarnation`` and ``home`` are the peer's, unknown while it is greeted. ``is_open``:
     a session may use it (read by the owner's thread, too). ``is_mute``: nothing more is sent.
     ``owed``: transfers that ended but may still land; told again when they cannot."""
 
@@ -45,7 +45,7 @@ class Link:
     half: Outgoing | Incoming | Greeting
     reader: FrameReader = attrs.field(repr=False)
     incarnation: Incarnation = UNKNOWN_INCARNATION
-    origin: Origin | None = attrs.field(default=None, repr=False)
+    home: Home | None = attrs.field(default=None, repr=False)
     number: int = 0
     sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
     is_open: bool = True

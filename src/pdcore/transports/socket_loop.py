@@ -47,7 +47,7 @@ class Loop:
     ) -> None:
         self._poller = Poller()
         self._inbox = inbox
-        self._book = Book(here, self._poller, inbox)
+        self._book = Book(me, here, self._poller, inbox)
         self._service = Service(me, here, regions, published, self._book)
         self.counts = self._service.counts
         self._stall_timeout_s = stall_timeout_s
@@ -73,6 +73,9 @@ class Loop:
             self._book.links.add(link)
             self._book.watch(link, pidfd)
             self._book.debts.settle(link.incarnation, oldest)
+            self._book.probes.stop(link.incarnation)
+            if self._book.is_over(link.incarnation):
+                self._book.end(link, "it was found dead before")
 
         self._call(begin)
 
@@ -145,11 +148,13 @@ class Loop:
     def _run(self) -> None:
         try:
             while self._until is None or (len(self._book.links) and time.monotonic() < self._until):
-                pause_s = _LOOK_S if len(self._book.links) else None
+                pause_s = _LOOK_S if self._book.links or self._book.probes else None
                 for fd, readable, writable in self._poller.wait(pause_s):
                     self._ready(fd, readable, writable)
                     self._poller.run_calls()
-                self._service.expire(time.monotonic(), self._stall_timeout_s)
+                now = time.monotonic()
+                self._service.expire(now, self._stall_timeout_s)
+                self._book.probes.expire(now)
         finally:
             # Also after a bug: everybody learns that it is over.
             self._shut()
@@ -162,7 +167,7 @@ class Loop:
             sock = self._porch.accept(fd)
             if sock is not None:
                 self._service.admit(sock)
-        else:
+        elif not self._book.probes.serve(fd):
             self._book.died(fd)
 
     def _leave(self, link: Link, word: Kind, stop: tuple[HandleStatus, str]) -> None:

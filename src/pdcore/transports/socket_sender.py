@@ -12,7 +12,7 @@ from pdcore.transports.base import Completion, HandleStatus, PeerSession, Remote
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.socket_address import Origin, decode_blob, decode_origin, dial
+from pdcore.transports.socket_address import Origin, decode_home, dial
 from pdcore.transports.socket_greeting import Identity, greet
 from pdcore.transports.socket_links import Link, Told
 from pdcore.transports.socket_loop import Loop
@@ -47,22 +47,21 @@ class Sender:
         """Raises PeerGone, TransportError."""
         deadline = time.monotonic() + self._connect_timeout_s
         target = descriptor.incarnation
-        there, addresses = decode_blob(target, descriptor.blob)
+        home = decode_home(target, descriptor.blob)
         number = next(self._ids)
         oldest = self._oldest(target, number)
-        sock = dial(addresses, here=self._here, there=there, deadline=deadline)
+        sock = dial(home, self._here, deadline)
         try:
             welcome = greet(sock, self._me, target, (number, oldest), deadline)
             if not descriptor.regions.items() <= welcome.regions.items():
                 raise TransportError("stale descriptor: it names regions the peer does not have")
-            origin = decode_origin(welcome.process)
-            pidfd = open_proof(self._here, origin)
+            pidfd = open_proof(self._here, home.origin)
         except TransportError:
             sock.close()
             raise
         sock.setblocking(False)
         reader = FrameReader(FROM_RECEIVER)
-        link = Link(sock, Outgoing(), reader, target, origin, number, welcome.regions)
+        link = Link(sock, Outgoing(), reader, target, home, number, welcome.regions)
         self._loop.adopt(link, pidfd, oldest)
         self._sessions[number] = link
         return PeerSession(number, target)

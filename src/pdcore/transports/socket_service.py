@@ -17,7 +17,7 @@ import attrs
 
 from pdcore.errors import TransportError
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.socket_address import Origin, credentials, decode_origin, tune
+from pdcore.transports.socket_address import Origin, credentials, decode_home, tune
 from pdcore.transports.socket_book import Book, LinkEnd
 from pdcore.transports.socket_greeting import Greeting, Identity, pack_refusal
 from pdcore.transports.socket_incoming import Incoming, IncomingCounts, Placing
@@ -130,6 +130,7 @@ class Service:
                 why = f"nothing moved for {stall_s:g} s: the peer is stopped, or cut off"
                 self._book.give_up(link, why, fenced=False)
                 self._book.mute(link)
+                self._book.ask_after(link)
                 self._book.links.refresh(link)
             elif link.is_mute and age_s > LINGER_S:
                 self._book.end(link, "the peer does not close the connection")
@@ -190,7 +191,7 @@ class Service:
             half.replies.append(placed.reply)
             self.send(link)
         else:
-            self._book.end(link, "the peer disconnected", LinkEnd.STREAM)
+            self._book.end(link, "the peer disconnected", LinkEnd.WORD)
 
     def _greet(self, link: Link, greeting: Greeting, kind: Kind, body: bytes) -> None:
         """HELLO or PROOF. Raises TransportError for who is not welcome."""
@@ -201,12 +202,15 @@ class Service:
         welcome = greeting.welcome(body, self._published())
         hello = greeting.hello
         assert hello is not None, "PROOF comes after HELLO"
-        origin = decode_origin(hello.process)
-        self._check_user(link, origin)
-        pidfd = open_proof(self._here, origin)
+        if self._book.is_over(hello.incarnation):
+            raise TransportError("this process life was found dead, and nothing of it is let in")
+        home = decode_home(hello.incarnation, hello.home)
+        self._check_user(link, home.origin)
+        pidfd = open_proof(self._here, home.origin)
         # First of all: who is told that it is welcome may take older sessions for dead.
         self._book.supersede(hello.incarnation, hello.oldest)
-        link.incarnation, link.origin, link.number = hello.incarnation, origin, hello.number
+        self._book.probes.stop(hello.incarnation)
+        link.incarnation, link.home, link.number = hello.incarnation, home, hello.number
         link.half = Incoming(self._regions, self.placing, self.counts)
         link.reader.allowed = FROM_SENDER
         self._book.watch(link, pidfd)
@@ -236,7 +240,7 @@ class Service:
         if isinstance(link.half, Greeting):
             self.counts.openings_failed += 1
             with contextlib.suppress(OSError):
-                link.sock.send(pack_refusal(str(error)), _DONTWAIT)
+                link.sock.send(pack_refusal(error), _DONTWAIT)
         else:
             self.counts.peers_dropped += 1
         self._book.end(link, f"the peer sent nonsense: {error}")

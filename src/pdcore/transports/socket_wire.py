@@ -5,7 +5,8 @@ a head of 12 bytes and a body whose length is bounded by its kind before a byte 
 read. The KV bytes of a WRITE follow its body: they have no place in any buffer of ours, the
 kernel puts them where they belong.
 
-Opening: HELLO, CHALLENGE, PROOF, WELCOME (or REFUSED, in place of either answer). Then the
+Opening: HELLO, CHALLENGE, PROOF, WELCOME (or REFUSED, in place of either answer; or STALE:
+the life that HELLO means is not, or not any more, at this address). Then the
 sender writes WRITE and END, the receiver answers every END with one ACK and may REJECT
 before. Either side ends with BYE (this incarnation closes its transport), the sender also
 with DISCONNECT (this session).
@@ -61,6 +62,7 @@ class Kind(enum.IntEnum):
     ACK = 9
     DISCONNECT = 10
     BYE = 11
+    STALE = 12
 
 
 #: A peer that announces more is not one of us: its connection ends.
@@ -68,7 +70,7 @@ MAX_BODY: Final[dict[Kind, int]] = {
     Kind.HELLO: 1024,
     Kind.CHALLENGE: _CHALLENGE.size,
     Kind.PROOF: MAC_BYTES,
-    Kind.WELCOME: 1024 + MAX_REGIONS * _REGION.size,
+    Kind.WELCOME: MAC_BYTES + _COUNT.size + MAX_REGIONS * _REGION.size,
     Kind.REFUSED: MAX_REASON_BYTES,
     Kind.WRITE: _WRITE.size + MAX_PIECES * _PIECE_BYTES,
     Kind.END: _END.size + MAX_PAYLOAD_BYTES,
@@ -76,6 +78,7 @@ MAX_BODY: Final[dict[Kind, int]] = {
     Kind.ACK: _ANSWER.size + MAX_REASON_BYTES,
     Kind.DISCONNECT: 0,
     Kind.BYE: 0,
+    Kind.STALE: 0,
 }
 FROM_SENDER: Final = frozenset({Kind.WRITE, Kind.END, Kind.DISCONNECT, Kind.BYE})
 FROM_RECEIVER: Final = frozenset({Kind.REJECT, Kind.ACK, Kind.BYE})
@@ -84,23 +87,22 @@ FROM_RECEIVER: Final = frozenset({Kind.REJECT, Kind.ACK, Kind.BYE})
 @attrs.frozen
 class Hello:
     """``number`` counts the sessions of a sender; those below ``oldest`` are over, and
-    nothing of them may be placed after this one was welcomed. ``process`` is opaque here."""
+    nothing of them may be placed after this one was welcomed. ``home``: an encoded Home."""
 
     incarnation: Incarnation
     target: Incarnation
     number: int
     oldest: int
     nonce: bytes
-    process: bytes = b""
+    home: bytes = b""
 
 
 @attrs.frozen
 class Welcome:
-    """The receiver's regions (id to bytes), its proof, and its process."""
+    """The receiver's regions (id to bytes), and its proof."""
 
     regions: dict[int, int]
     mac: bytes
-    process: bytes = b""
 
 
 @attrs.frozen(eq=False)
@@ -154,7 +156,7 @@ def unpack_head(data: bytes | bytearray | memoryview) -> tuple[Kind, int]:
 
 def pack_hello(hello: Hello) -> bytes:
     fixed = (hello.incarnation, hello.target, hello.number, hello.oldest, hello.nonce)
-    return _HELLO.pack(*fixed) + hello.process
+    return _HELLO.pack(*fixed) + hello.home
 
 
 def unpack_hello(body: bytes) -> Hello:
@@ -162,8 +164,8 @@ def unpack_hello(body: bytes) -> Hello:
     if len(body) < _HELLO.size:
         raise TransportError("truncated HELLO frame")
     mine, target, number, oldest, nonce = _HELLO.unpack_from(body)
-    process = body[_HELLO.size :]
-    return Hello(Incarnation(mine), Incarnation(target), number, oldest, nonce, process)
+    home = body[_HELLO.size :]
+    return Hello(Incarnation(mine), Incarnation(target), number, oldest, nonce, home)
 
 
 def pack_challenge(nonce: bytes, *, has_secret: bool) -> bytes:
@@ -178,10 +180,10 @@ def unpack_challenge(body: bytes) -> tuple[bool, bytes]:
     return bool(has_secret), nonce
 
 
-def pack_regions(regions: dict[int, int], process: bytes) -> bytes:
+def pack_regions(regions: dict[int, int]) -> bytes:
     """What a WELCOME says; its proof is put in front."""
     listed = b"".join(_REGION.pack(region, size) for region, size in regions.items())
-    return _COUNT.pack(len(regions)) + listed + process
+    return _COUNT.pack(len(regions)) + listed
 
 
 def unpack_welcome(body: bytes) -> Welcome:
@@ -190,13 +192,12 @@ def unpack_welcome(body: bytes) -> Welcome:
     if len(body) < at:
         raise TransportError("truncated WELCOME frame")
     (count,) = _COUNT.unpack_from(body, MAC_BYTES)
-    end = at + count * _REGION.size
-    if end > len(body):
+    if at + count * _REGION.size != len(body):
         raise TransportError("truncated WELCOME frame")
-    regions = dict(_REGION.iter_unpack(body[at:end]))
+    regions = dict(_REGION.iter_unpack(body[at:]))
     if len(regions) != count or any(not 0 < size <= MAX_REGION_BYTES for size in regions.values()):
         raise TransportError("malformed WELCOME frame: a region is twice or sized wrong")
-    return Welcome(regions, body[:MAC_BYTES], body[end:])
+    return Welcome(regions, body[:MAC_BYTES])
 
 
 def pack_write(handle: int, lease: LeaseId, region: int, pieces: Int64Array) -> bytes:

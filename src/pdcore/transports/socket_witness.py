@@ -1,8 +1,8 @@
 """Which processes of this host we speak with, and proof of their deaths.
 
 The end of a connection proves nothing: a process may lose its connection and live. On one
-host the kernel says when a process is gone (pidfd); what is known of other hosts is
-:mod:`pdcore.transports.socket_probe`'s business.
+host the kernel says when a process is gone (pidfd); other hosts are asked
+(socket_probe).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pdcore.transports import socket
 from pdcore.transports.descriptor import decode
 from pdcore.transports.registry import create
 from pdcore.transports.socket import SocketTransport, why_unavailable
-from pdcore.transports.socket_address import decode_blob
+from pdcore.transports.socket_address import decode_home
 from pdcore.types import Incarnation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
@@ -88,7 +88,7 @@ def test_a_taken_port_leaves_nothing_behind() -> None:
     """The first listener is closed when the second one fails; the fixture looks."""
     one = SocketTransport(US, families=["tcp"])
     mine = decode(one.descriptor(), "socket")
-    (address,) = decode_blob(US, mine.blob)[1]
+    (address,) = decode_home(US, mine.blob).addresses
     other = SocketTransport(Incarnation(b"o" * 16), port=address.port)
     with pytest.raises(TransportError, match="cannot listen on"):
         other.descriptor()

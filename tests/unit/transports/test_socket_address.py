@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdcore.errors import PeerGone, TransportError
 from pdcore.transports import socket_address as at
 from pdcore.transports.process_proof import ProcessKey
-from pdcore.transports.socket_address import TCP, UNIX, Address, Origin
+from pdcore.transports.socket_address import TCP, UNIX, Address, Home, Origin
 from pdcore.types import Incarnation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux")
@@ -38,23 +38,24 @@ addresses = st.lists(
 
 @given(addresses)
 def test_blobs(found: list[Address]) -> None:
-    assert at.decode_blob(US, at.encode_blob(US, HERE, found)) == (HERE, found)
+    home = Home(HERE, tuple(found))
+    assert at.decode_home(US, at.encode_home(US, home)) == home
 
 
 @given(st.binary(max_size=120))
 def test_random_blobs_are_refused(blob: bytes) -> None:
     """G6: nothing is dialled on the word of a damaged descriptor."""
     with pytest.raises(TransportError):
-        at.decode_blob(US, blob)
+        at.decode_home(US, blob)
 
 
 def test_the_addresses_of_one_life_are_not_anothers() -> None:
     """Rule 7: an address belongs to one incarnation."""
-    blob = at.encode_blob(US, HERE, [Address(TCP, "127.0.0.1", 1)])
+    blob = at.encode_home(US, Home(HERE, (Address(TCP, "127.0.0.1", 1),)))
     with pytest.raises(TransportError, match="not an address of this life"):
-        at.decode_blob(Incarnation(b"o" * 16), blob)
-    with pytest.raises(TransportError, match="no address"):
-        at.decode_blob(US, at.encode_blob(US, HERE, []))
+        at.decode_home(Incarnation(b"o" * 16), blob)
+    with pytest.raises(TransportError, match="listens nowhere"):
+        at.reachable(at.decode_home(US, at.encode_home(US, Home(HERE))), HERE)
 
 
 def test_what_can_be_seen_from_here() -> None:
@@ -71,7 +72,7 @@ def test_what_can_be_seen_from_here() -> None:
 
 
 def dial(*found: Address, there: Origin = HERE) -> socket.socket:
-    return at.dial(list(found), here=HERE, there=there, deadline=soon())
+    return at.dial(Home(there, found), HERE, soon())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=has_ipv6)])
@@ -144,7 +145,7 @@ def test_a_full_backlog_is_not_waited_for() -> None:
         address = Address(UNIX, name[1:].decode())
         # One waits in a backlog of none.
         with dial(address), pytest.raises(PeerGone, match="does not answer"):
-            at.dial([address], here=HERE, there=HERE, deadline=time.monotonic() + 0.05)
+            at.dial(Home(HERE, (address,)), HERE, time.monotonic() + 0.05)
 
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])

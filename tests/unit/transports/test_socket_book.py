@@ -12,10 +12,10 @@ import pytest
 from pdcore.transports.base import HandleStatus, PeerDied
 from pdcore.transports.process_proof import open_pidfd, this_process
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.socket_address import Origin, this_origin
+from pdcore.transports.socket_address import Home, Origin, this_origin
 from pdcore.transports.socket_bell import Inbox
 from pdcore.transports.socket_book import Book, LinkEnd
-from pdcore.transports.socket_greeting import Greeting
+from pdcore.transports.socket_greeting import Greeting, Identity
 from pdcore.transports.socket_incoming import Incoming, IncomingCounts, Placing
 from pdcore.transports.socket_links import Link, Told
 from pdcore.transports.socket_outgoing import Ended, Job, Outgoing
@@ -25,6 +25,7 @@ from pdcore.transports.socket_vector import Vector
 from pdcore.types import Incarnation, LeaseId
 
 PEER = Incarnation(b"p" * 16)
+ME = Identity(Incarnation(b"m" * 16), b"")
 HERE = this_origin()
 ELSEWHERE = attrs.evolve(HERE, network=HERE.network + 1)
 
@@ -33,14 +34,14 @@ class Scene:
     def __init__(self) -> None:
         self.poller = Poller()
         self.inbox: Inbox[Told] = Inbox()
-        self.book = Book(HERE, self.poller, self.inbox)
+        self.book = Book(ME, HERE, self.poller, self.inbox)
         self.far: list[socket.socket] = []
         self.handles = 0
 
     def link(self, half: Outgoing | Incoming | Greeting, origin: Origin, number: int) -> Link:
         near, far = socket.socketpair()
         self.far.append(far)
-        link = Link(near, half, FrameReader(()), PEER, origin, number)
+        link = Link(near, half, FrameReader(()), PEER, Home(origin), number)
         self.book.links.add(link)
         return link
 

@@ -20,7 +20,7 @@ from pdcore.testing.transport_watch import is_zero, pump, settle
 from pdcore.transports import socket_service, socket_table
 from pdcore.transports.descriptor import decode
 from pdcore.transports.socket import SocketTransport
-from pdcore.transports.socket_address import decode_blob, dial, this_origin
+from pdcore.transports.socket_address import Home, decode_home, dial, encode_home, this_origin
 from pdcore.transports.socket_greeting import Identity, greet
 from pdcore.transports.socket_wire import (
     HEAD,
@@ -38,6 +38,7 @@ from pdcore.types import Incarnation, LeaseId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
 STRANGER = Incarnation(b"s" * 16)
+HOME = encode_home(STRANGER, Home(this_origin())) if sys.platform == "linux" else b""
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -54,14 +55,13 @@ def receiver(pair: Pair) -> SocketTransport:
 def call(pair: Pair) -> socket.socket:
     """A raw connection to the receiver."""
     mine = decode(receiver(pair).descriptor(), "socket")
-    there, addresses = decode_blob(mine.incarnation, mine.blob)
-    return dial(addresses, here=this_origin(), there=there, deadline=time.monotonic() + 5)
+    return dial(decode_home(mine.incarnation, mine.blob), this_origin(), time.monotonic() + 5)
 
 
 def welcomed(pair: Pair) -> socket.socket:
     """A connection of somebody who passed the opening and is hostile afterwards."""
     sock = call(pair)
-    me = Identity(STRANGER, this_origin().encode())
+    me = Identity(STRANGER, HOME)
     greet(sock, me, receiver(pair).incarnation, (1, 1), time.monotonic() + 5)
     sock.settimeout(5)
     return sock
@@ -84,7 +84,7 @@ def still_serves(pair: Pair) -> None:
 def hello(pair: Pair, **changed: object) -> bytes:
     target = changed.get("target", receiver(pair).incarnation)
     assert isinstance(target, bytes)
-    said = Hello(STRANGER, Incarnation(target), 1, 1, b"n" * 32, this_origin().encode())
+    said = Hello(STRANGER, Incarnation(target), 1, 1, b"n" * 32, HOME)
     return pack(Kind.HELLO, pack_hello(said))
 
 
@@ -94,7 +94,7 @@ BEFORE: list[tuple[Callable[[Pair], bytes], bytes]] = [
     (lambda pair: HEAD.pack(MAGIC, VERSION + 1, Kind.HELLO, 0, 4), b"version"),
     (lambda pair: pack(Kind.WRITE, b""), b"unexpected WRITE"),
     (lambda pair: pack(Kind.HELLO, b"short"), b"truncated HELLO"),
-    (lambda pair: hello(pair, target=b"o" * 16), b"stale descriptor"),
+    (lambda pair: hello(pair, target=b"o" * 16), pack(Kind.STALE)),
     (lambda pair: hello(pair) + pack(Kind.PROOF, b"p" * 32), b"authentication failed"),
     (lambda pair: hello(pair) + pack(Kind.BYE), b"unexpected BYE"),
 ]

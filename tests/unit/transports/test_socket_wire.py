@@ -30,9 +30,9 @@ def body_of(frame: bytes, kind: Kind) -> bytes:
 
 @given(ids, ids, handles, handles, st.binary(min_size=32, max_size=32), st.binary(max_size=60))
 def test_hello(
-    mine: Incarnation, target: Incarnation, number: int, oldest: int, nonce: bytes, process: bytes
+    mine: Incarnation, target: Incarnation, number: int, oldest: int, nonce: bytes, home: bytes
 ) -> None:
-    hello = Hello(mine, target, number, oldest, nonce, process)
+    hello = Hello(mine, target, number, oldest, nonce, home)
     assert wire.unpack_hello(wire.pack_hello(hello)) == hello
 
 
@@ -42,14 +42,11 @@ def test_challenge(has_secret: bool, nonce: bytes) -> None:
     assert wire.unpack_challenge(packed) == (has_secret, nonce)
 
 
-@given(
-    st.dictionaries(st.integers(0, 2**32 - 1), st.integers(1, MAX_REGION_BYTES), max_size=20),
-    st.binary(max_size=60),
-)
-def test_welcome(regions: dict[int, int], process: bytes) -> None:
+@given(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(1, MAX_REGION_BYTES), max_size=20))
+def test_welcome(regions: dict[int, int]) -> None:
     mac = b"m" * wire.MAC_BYTES
-    found = wire.unpack_welcome(mac + wire.pack_regions(regions, process))
-    assert (found.regions, found.mac, found.process) == (regions, mac, process)
+    found = wire.unpack_welcome(mac + wire.pack_regions(regions))
+    assert (found.regions, found.mac) == (regions, mac)
 
 
 pieces = st.lists(
