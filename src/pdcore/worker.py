@@ -32,8 +32,16 @@ from pdcore.control.messages import (
     WorkerHealth,
     WorkerMessage,
 )
-from pdcore.engine.base import ModelRunner
-from pdcore.errors import CodecError, EngineError, InvalidRequest, Overloaded, RoomInUse, failure
+from pdcore.engine.base import GroupLost, ModelRunner
+from pdcore.errors import (
+    CodecError,
+    EngineError,
+    GroupBroken,
+    InvalidRequest,
+    Overloaded,
+    RoomInUse,
+    failure,
+)
 from pdcore.executor import Executor
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.events import Event, MessageReceived, RequestRefused, StepCompleted
@@ -308,12 +316,15 @@ class Worker:
 
 def execute(runner: ModelRunner, batch: Batch) -> StepCompleted:
     """One step of the engine. A user's runner may raise anything; its batch fails, the loop
-    goes on (D45)."""
+    goes on (D45). Raises GroupBroken where the runner has lost its group: it can never run
+    again, and the process must end."""
 
     def run() -> StepCompleted:
         try:
             output = runner.execute_model(batch)
             checked = check_output(batch, output, runner.vocab_size)
+        except GroupLost:
+            raise
         except EngineError as error:
             blamed = error.seq_ids.intersection(batch.seq_ids)
             return StepCompleted(batch.batch_id, None, failure("internal", str(error)), blamed)
@@ -321,6 +332,8 @@ def execute(runner: ModelRunner, batch: Batch) -> StepCompleted:
 
     done = attempt(run, "the model runner failed on %r", batch)
     if isinstance(done, Raised):
+        if isinstance(done.error, GroupLost):
+            raise GroupBroken(str(done.error)) from done.error
         why = f"the model runner raised {type(done.error).__name__}"
         return StepCompleted(batch.batch_id, None, failure("internal", why))
     return done

@@ -40,6 +40,8 @@ def demo(
     port: int = 0,
     prefill: int = 1,
     decode: int = 1,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
     max_tokens: int = MAX_TOKENS,
     engine: EngineFlags | None = None,
 ) -> int:
@@ -65,6 +67,11 @@ def demo(
         Number of prefill instances.
     decode
         Number of decode instances.
+    prefill_tp
+        Tensor parallel ranks of each prefill instance, a process each. They must divide the
+        heads of the model: 1, 3 or 9 for the one that is built in.
+    decode_tp
+        The same of each decode instance; the two may differ.
     max_tokens
         Longest answer in tokens.
     """
@@ -77,7 +84,14 @@ def demo(
     started_s = time.monotonic()
     env = load_environment()
     config = instance_config(engine or EngineFlags(), env)
-    cluster_config = ClusterConfig(config, port=port, num_prefill=prefill, num_decode=decode)
+    cluster_config = ClusterConfig(
+        config,
+        port=port,
+        num_prefill=prefill,
+        num_decode=decode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+    )
     place = workplace(env)
     console = PipeConsole()
 

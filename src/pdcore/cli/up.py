@@ -14,6 +14,8 @@ def up(
     host: str = "127.0.0.1",
     prefill: int = 1,
     decode: int = 1,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
     yaml_file_path: Path | None = None,
     engine: EngineFlags | None = None,
 ) -> int:
@@ -26,6 +28,7 @@ def up(
 
     - `pdcore up`
     - `pdcore up --port 9000 --prefill 2 --decode 2`
+    - `pdcore up --prefill-tp 3`: each prefill instance in three tensor parallel processes
     - `pdcore up --model ./my-llama`
     - `pdcore up --simulated`: no model, no torch; prompts are token ids
 
@@ -45,6 +48,11 @@ def up(
         Number of prefill instances.
     decode
         Number of decode instances.
+    prefill_tp
+        Tensor parallel ranks of each prefill instance, a process each. They must divide the
+        heads of the model: 1, 3 or 9 for the one that is built in.
+    decode_tp
+        The same of each decode instance; the two may differ.
     yaml_file_path
         Settings for both roles; flags win.
     """
@@ -56,7 +64,7 @@ def up(
 
     env = load_environment()
     config = instance_config(engine or EngineFlags(), env, yaml_file_path)
-    cluster_config = ClusterConfig(config, host, port, prefill, decode)
+    cluster_config = ClusterConfig(config, host, port, prefill, decode, prefill_tp, decode_tp)
     place = workplace(env)
     console = PipeConsole()
 

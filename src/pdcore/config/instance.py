@@ -89,7 +89,6 @@ class InstanceConfig:
         Raises ConfigError naming field, value and remedy.
         """
         valid_but_not_served = (
-            ("parallel_config.world_size", self.parallel.world_size, 1),
             ("model_config.next_n", self.model.next_n, 0),
             ("model_config.exe_mode", self.model.exe_mode, "eager"),
             ("scheduler_config.cp_mini_batch", self.scheduler.cp_mini_batch, -1),
@@ -103,6 +102,14 @@ class InstanceConfig:
                     f"data_config.{name}: {text!r} names prompts to run offline, and this version "
                     "only answers requests; leave it out"
                 )
+        parallel = self.parallel
+        if parallel.world_size != parallel.attn_tp_size:
+            raise ConfigError(
+                f"parallel_config.world_size: {parallel.world_size} with attn_tp_size "
+                f"{parallel.attn_tp_size} is a valid setting, but this version serves one tensor "
+                f"parallel group per instance; set it to {parallel.attn_tp_size} (for more "
+                "throughput start more instances)"
+            )
         for name, value, served in valid_but_not_served:
             if value != served:
                 raise ConfigError(
@@ -119,7 +126,8 @@ class WorkerConfig:
     listens (it holds a secret: never log it);
     ``bootstrap`` the ``host:port`` to register with (prefill only, else empty), and
     ``bootstrap_token`` what it wants to see for that;
-    ``cpu_cores`` an empty tuple for "do not pin".
+    ``cpu_cores`` an empty tuple for "do not pin"; ``group_link`` and ``group_rendezvous`` how the
+    ranks of a group find each other, for votes and for the engine's sums (empty: alone).
     """
 
     role: str
@@ -153,6 +161,9 @@ class WorkerConfig:
     dp_rank: int = 0
     allowed_bootstraps: tuple[str, ...] = ()
     cpu_cores: tuple[int, ...] = ()
+    group_link: str = ""
+    group_rendezvous: str = ""
+    ready_timeout_s: float = 120.0
 
     def encode(self) -> bytes:
         """One line of JSON."""
@@ -179,6 +190,8 @@ def worker_config(
     parent_pid: int,
     cache_dir: str = "",
     cpu_cores: tuple[int, ...] = (),
+    group_link: str = "",
+    group_rendezvous: str = "",
 ) -> WorkerConfig:
     """What the leader tells the worker of one rank."""
     parallel = config.parallel
@@ -215,4 +228,7 @@ def worker_config(
         dp_rank=rank // group,
         allowed_bootstraps=config.disagg.allowed_bootstraps,
         cpu_cores=cpu_cores,
+        group_link=group_link,
+        group_rendezvous=group_rendezvous,
+        ready_timeout_s=config.server.ready_timeout_s,
     )

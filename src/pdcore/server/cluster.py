@@ -44,12 +44,16 @@ class ClusterConfig:
     port: int = 0
     num_prefill: int = 1
     num_decode: int = 1
+    #: Tensor parallel ranks of each instance, one process each.
+    prefill_tp: int = 1
+    decode_tp: int = 1
 
     def __attrs_post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode"):
+        for name in ("num_prefill", "num_decode", "prefill_tp", "decode_tp"):
             count = attrs.asdict(self, recurse=False)[name]
             if not 1 <= count <= 64:
-                raise ConfigError(f"{name.replace('num_', '--')}: must be 1 to 64, got {count}")
+                flag = "--" + name.replace("num_", "").replace("_", "-")
+                raise ConfigError(f"{flag}: must be 1 to 64, got {count}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port: must be 0 to 65535, got {self.port}")
 
@@ -129,13 +133,19 @@ class Cluster:
 
     def _start_leader(self, role: str, index: int) -> None:
         base = self.config.instance
+        size = self.config.prefill_tp if role == "prefill" else self.config.decode_tp
         disagg = attrs.evolve(
             base.disagg, role=role, http_port=0, bootstrap_port=0, link_port=0, node_index=0
         )
+        parallel = base.parallel
+        if size > 1:
+            parallel = attrs.evolve(parallel, world_size=size, attn_tp_size=size)
+            disagg = attrs.evolve(disagg, devices_per_node=max(size, disagg.devices_per_node))
         name = f"{role}-{index}"
         folder = self._run_dir / name
         folder.mkdir(parents=True, exist_ok=True)
-        spec = LeaderSpec(attrs.evolve(base, disagg=disagg), str(self._cache_dir), str(folder))
+        instance = attrs.evolve(base, disagg=disagg, parallel=parallel)
+        spec = LeaderSpec(instance, str(self._cache_dir), str(folder))
         self._keeper.add(name, role, spec)
 
     def _changed(self) -> None:

@@ -26,9 +26,11 @@ from pdcore.control.link import LeaderLink
 from pdcore.control.messages import WorkerMessage, WorkerReady
 from pdcore.control.rank_table import RankTable, RankTableConfig
 from pdcore.control.zmq import bracketed
+from pdcore.errors import ConfigError
 from pdcore.fsm.states import InstanceState
 from pdcore.server.bootstrap import create_bootstrap_app
 from pdcore.server.dispatcher import Dispatcher, DispatcherLimits
+from pdcore.server.groups import GroupLives
 from pdcore.server.instance import InstanceOptions, create_instance_app
 from pdcore.server.launch import GaveUp, Supervisor, cpu_slice
 from pdcore.server.leg import LegOptions
@@ -99,6 +101,14 @@ def open_sockets(disagg: DisaggConfig, on_message: Callable[[int, WorkerMessage]
     return Sockets(http, bootstrap, link, f"{host}:{port_of(http)}", address)
 
 
+@attrs.define
+class _Told:
+    """What the parent was told last."""
+
+    problems: list[str] | None = None
+    was_ready: bool = False
+
+
 class Leader:
     """Built in a running loop. ``report`` hears what a person or a parent must know."""
 
@@ -141,6 +151,13 @@ class Leader:
             ),
             on_kill=self.kill,
         )
+        if self.node.local_world_size < parallel.world_size:
+            raise ConfigError(
+                f"parallel_config.world_size: {parallel.world_size} ranks, but this host has "
+                f"devices_per_node {disagg.devices_per_node}: the ranks of one group must be on "
+                "one host"
+            )
+        self._groups = GroupLives(layout.group_size, place.run_dir)
         first = self.node.rank_offset
         self.supervisor = Supervisor(
             self._spawn,
@@ -149,8 +166,7 @@ class Leader:
             on_lost=self._on_lost,
             on_progress=lambda rank, text: report(Progress(f"worker {rank}: {text}")),
         )
-        self._problems: list[str] | None = None
-        self._was_ready = False
+        self._told = _Told()
 
     @property
     def instance(self) -> str:
@@ -261,6 +277,7 @@ class Leader:
         if config.server.pin_cpus and sys.platform == "linux":
             allowed = sorted(os.sched_getaffinity(0))
             cores = cpu_slice(allowed, local_rank, self.node.local_world_size)
+        links = self._groups.join(rank)
         told = worker_config(
             config,
             instance=self.instance,
@@ -272,6 +289,8 @@ class Leader:
             parent_pid=os.getpid(),
             cache_dir=str(self._place.cache_dir),
             cpu_cores=cores,
+            group_link="" if links is None else links.link,
+            group_rendezvous="" if links is None else links.rendezvous,
         )
         return spawn(
             f"{config.disagg.role} worker {rank}",
@@ -292,6 +311,9 @@ class Leader:
         layout = self._ranks.config.layout
         self._ranks.lose(layout.route_key(layout.coordinates(rank)), self._clock.monotonic())
         self.dispatcher.on_lost(rank, detail)
+        for other in self._groups.lost(rank):
+            # It stands in a round or a step that can never end.
+            self.supervisor.end_stuck(other, f"rank {rank} of its group was lost")
         self._report_changes()
 
     def _on_stuck(self, rank: int) -> None:
@@ -303,10 +325,10 @@ class Leader:
     def _report_changes(self) -> None:
         workers = self.dispatcher.workers
         problems = workers.problems()
-        if problems == self._problems or self.supervisor.gave_up.done():
+        if problems == self._told.problems or self.supervisor.gave_up.done():
             return  # nothing new, or the reason why it ends says it all
-        self._problems = problems
+        self._told.problems = problems
         self._report(Health(problems))
-        if workers.state is InstanceState.READY and not self._was_ready:
-            self._was_ready = True
+        if workers.state is InstanceState.READY and not self._told.was_ready:
+            self._told.was_ready = True
             self._report(Ready())

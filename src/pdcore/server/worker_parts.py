@@ -17,10 +17,12 @@ from pdcore.background import Background
 from pdcore.config import SIMULATED, CoreLimits, WorkerConfig
 from pdcore.config_loader import read_secret
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
+from pdcore.control.group import ZmqGroupPort
 from pdcore.control.link import WorkerId, WorkerLink
 from pdcore.control.messages import WorkerReady
-from pdcore.control.zmq import ZmqChannel
+from pdcore.control.zmq import ZmqChannel, ZmqSource
 from pdcore.engine.base import ModelRunner
+from pdcore.engine.shard import TensorParallel, TPRank
 from pdcore.errors import ConfigError
 from pdcore.kv.layout import num_blocks_for, table_width
 from pdcore.scheduler.route import registration_of
@@ -28,6 +30,7 @@ from pdcore.scheduler.setup import CoreSetup
 from pdcore.server.registration import Registration
 from pdcore.server.routes import LOOPBACK_HOSTS, RouteFetcher
 from pdcore.system_clock import SystemClock
+from pdcore.topology import ParallelLayout
 from pdcore.transports import registry
 from pdcore.transports.base import Transport
 from pdcore.transports.shm_segment import available_bytes
@@ -50,20 +53,30 @@ class WorkerParts:
     background: Background
     clock: SystemClock = attrs.field(factory=SystemClock)
     registration: Registration | None = None
+    group: ZmqGroupPort | None = None
     worker: Worker | None = None
 
     def assemble(self, port: LeaderPort) -> Worker:
         """The worker around these parts. Raises ConfigError for a KV pool that is too
-        small, TransportError where there is not enough memory."""
+        small, TransportError where there is not enough memory, GroupBroken where another rank
+        of its group does not come."""
         config = self.config
         limits = effective_limits(config.limits, self.runner.max_model_len)
+        sources: list[ZmqSource] = [self.channel, self.link]
+        blocks = num_blocks(config, limits, self.runner)
+        if self.group is not None:
+            sources.append(self.group)
+            # Ranks that decide alike need pools of one size.
+            blocks = self.group.meet(blocks, config.ready_timeout_s)
         options = WorkerOptions(
             role=Role(config.role),
             instance=config.instance,
-            num_blocks=num_blocks(config, limits, self.runner),
+            num_blocks=blocks,
             rank=config.rank,
+            layout=layout_of(config),
+            group=self.group,
             limits=limits,
-            sources=(self.channel, self.link),
+            sources=sources,
             clock=self.clock,
             fetch_route=RouteFetcher(
                 BootstrapClient(self.clock),
@@ -104,6 +117,8 @@ class WorkerParts:
         self.link.close(linger_s)
         if self.worker is not None:
             return self.worker.close()
+        if self.group is not None:
+            self.group.close()
         self.background.close()
         left = self.transport.close()
         self.channel.close()
@@ -147,8 +162,23 @@ def build(config: WorkerConfig, on_progress: Callable[[str], None]) -> WorkerPar
         opened.callback(channel.close)
         worker = WorkerId(config.rank, incarnation)
         link = WorkerLink(config.link_address, worker, thread_id=threading.get_ident)
+        opened.callback(link.close)
+        group = open_group(config, incarnation)
         opened.pop_all()  # from here on the parts close themselves
-        return WorkerParts(config, runner, transport, channel, link, Background())
+        return WorkerParts(config, runner, transport, channel, link, Background(), group=group)
+
+
+def layout_of(config: WorkerConfig) -> ParallelLayout:
+    return ParallelLayout(config.world_size, config.attn_tp_size, config.cp_size)
+
+
+def open_group(config: WorkerConfig, incarnation: Incarnation) -> ZmqGroupPort | None:
+    """The link to the other ranks of its group; None for a rank that is alone."""
+    size = layout_of(config).group_size
+    if size == 1:
+        return None
+    member = WorkerId(config.rank % size, incarnation)
+    return ZmqGroupPort(config.group_link, member, size, thread_id=threading.get_ident)
 
 
 def place_of(config: WorkerConfig, advertised: str) -> registry.WorkerPlace:
@@ -175,13 +205,23 @@ def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunne
     if config.model_path == SIMULATED:
         from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 
-        simulated = SimulatedConfig(block_size=config.block_size)
+        tp_size = config.attn_tp_size
+        simulated = SimulatedConfig(
+            block_size=config.block_size, tp_size=tp_size, tp_rank=config.rank % tp_size
+        )
         length = _model_len(config, lambda: simulated.max_model_len)
         if length is not None:
             simulated = attrs.evolve(simulated, max_model_len=length)
         return SimulatedRunner(simulated)
     from pdcore.engine.load import load_runner, resolve_model
 
+    tensor_parallel = None
+    if config.attn_tp_size > 1:
+        tensor_parallel = TensorParallel(
+            rank=TPRank(config.attn_tp_size, config.rank % config.attn_tp_size),
+            rendezvous=config.group_rendezvous,
+            rendezvous_timeout_s=config.ready_timeout_s,
+        )
     path = Path(config.model_path) if config.model_path is not None else None
     cache_dir = Path(config.cache_dir)
     on_progress("loading the model (a first start converts its weights, once)")
@@ -194,6 +234,7 @@ def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunne
         max_model_len=_model_len(
             config, lambda: resolve_model(path, cache_dir).config.max_model_len
         ),
+        tensor_parallel=tensor_parallel,
     )
     on_progress("taking KV memory")
     return runner

@@ -59,6 +59,8 @@ def test_kv_cache_bytes_only_when_nothing_else_sizes_the_pool() -> None:
     ("part", "field"),
     [
         ({"parallel": ParallelConfig(world_size=2)}, "parallel_config.world_size"),
+        ({"parallel": ParallelConfig(world_size=2, cp_size=2)}, "parallel_config.world_size"),
+        ({"parallel": ParallelConfig(world_size=2, pp_size=2)}, "parallel_config.world_size"),
         ({"model": ModelConfig(next_n=1)}, "model_config.next_n"),
         ({"model": ModelConfig(exe_mode="ge_graph")}, "model_config.exe_mode"),
         ({"scheduler": SchedulerConfig(cp_mini_batch=2)}, "scheduler_config.cp_mini_batch"),
@@ -68,6 +70,10 @@ def test_valid_but_not_served_is_refused_at_start(part: dict[str, object], field
     """D30, D61: what is accepted is done; the rest is refused with the remedy."""
     with pytest.raises(ConfigError, match=f"{field}: .* set it to"):
         InstanceConfig(**part).require_served()
+
+
+def test_one_tensor_parallel_group_is_served() -> None:
+    InstanceConfig(parallel=ParallelConfig(world_size=4, attn_tp_size=4)).require_served()
 
 
 @pytest.mark.parametrize("data", [{"dataset": "alpaca"}, {"dataset_path": "/data/prompts.json"}])

@@ -153,6 +153,51 @@ async def until_served(client: HttpClient, url: str, prompt: list[int]) -> list[
                 raise
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (2, 2)])
+def test_groups_of_ranks_serve_and_come_back_whole(
+    tmp_path: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    """D1, D2, D45: a process for each rank; one that dies takes its group along, and another
+    life of all of them serves the next request. The instance stays, and so do the others."""
+
+    async def main() -> None:
+        config = ClusterConfig(
+            attrs.evolve(INSTANCE, server=QUICK), prefill_tp=prefill_tp, decode_tp=decode_tp
+        )
+        cluster = Cluster(config, tmp_path, tmp_path / "run")
+        client = HttpClient()
+        try:
+            await cluster.start()
+            leaders = {m.name: m.child.pid for m in cluster.members}
+            prompts = [[3 + (i * j) % 900 for j in range(1, 5 + 60 * i)] for i in range(8)]
+            answers = await asyncio.gather(*(complete(client, cluster.url, p) for p in prompts))
+            assert answers == [simulated_tokens(SimulatedConfig(), p, 12) for p in prompts]
+            prefill = cluster.members[0]
+            former = children_of(prefill.child.pid)
+            assert len(former) == prefill_tp
+            os.kill(former[-1], signal.SIGKILL)
+            await until(cluster, lambda: bool(prefill.problems))
+            await until(cluster, lambda: not prefill.problems)
+            now = children_of(prefill.child.pid)
+            assert len(now) == prefill_tp
+            assert not set(now) & set(former)
+            expected = simulated_tokens(SimulatedConfig(), [5, 6, 7], 12)
+            assert await until_served(client, cluster.url, [5, 6, 7]) == expected
+            assert leaders == {m.name: m.child.pid for m in cluster.members}
+        finally:
+            await client.aclose()
+            await cluster.stop()
+        assert [m.child.exited.result() for m in cluster.members if m.child.exited] == [0, 0, 0]
+
+    run(main)
+
+
+def children_of(pid: int) -> list[int]:
+    """Workers, in order of their start."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(c) for t in threads for c in (t / "children").read_text().split())
+
+
 def test_d45_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D45: a member that cannot be started any more ends the cluster, with the reason."""
 
