@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.sim import seeds
 from pdcore.sim.plan import Plan
-from pdcore.sim.seeds import SeedResult, kind_of, run_seed, run_seeds
+from pdcore.sim.seeds import SeedResult, few_collections, kind_of, run_seed, run_seeds
 from pdcore.sim.site import Parts
 from pdcore.sim.world import WorldResult
 from pdcore.worker import Worker
@@ -131,3 +132,20 @@ def test_no_job_works_on_for_a_parent_that_was_killed() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"first\n")
+
+
+def test_the_collector_is_as_it_was_after_the_seeds() -> None:
+    frozen = gc.get_freeze_count()
+    assert gc.isenabled()
+    with few_collections():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.disable()
+    try:
+        with few_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
