@@ -6,7 +6,7 @@ does is written in torchdist_group). Around it:
 
 - two processes know each other's endpoint only. The receiver listens (torchdist_receiver);
   the sender dials, proves by a token that it was given the descriptor, and both build a
-  group of two, over a store of the pair's own, on their link's thread, since that blocks;
+  group of two on their link's thread, since that blocks;
 - a control connection per pair announces each chunk and where it belongs, says when its
   receive is posted and when it was placed, and ends with the process: that is how death is
   seen, and how nobody waits in the group for somebody who is not there;
@@ -96,7 +96,7 @@ class TorchDistTransport:
 
     ``backend`` is gloo or hccl, the same on both sides; ``host`` the numeric address of
     this machine at which peers reach it, ``port`` where it takes callers (0: a free one; the
-    groups and stores of pairs take free ones); ``device_index`` the NPU of the hccl backend.
+    groups take a free one for all); ``device_index`` the NPU of the hccl backend.
     For the rest see Limits. Raises TransportError where it does not work.
     """
 

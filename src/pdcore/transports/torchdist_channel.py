@@ -35,6 +35,8 @@ KEEPALIVE_INTERVAL_S: Final = 5
 KEEPALIVE_PROBES: Final = 4
 #: How long the last word to a peer may take.
 FAREWELL_TIMEOUT_S: Final = 0.2
+#: After a group broke: how long until the connection shows the peer's end, too.
+AFTERMATH_S: Final = 1.0
 
 _HEAD: Final = struct.Struct("<4sBBI")
 

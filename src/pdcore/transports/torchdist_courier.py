@@ -17,23 +17,22 @@ import attrs
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.check import CopyPlan
 from pdcore.transports.copy import ByteArray
-from pdcore.transports.torchdist_channel import Channel, End, LinkOver
+from pdcore.transports.torchdist_channel import AFTERMATH_S, Channel, End, LinkOver
 from pdcore.transports.torchdist_chunks import Chunk, cut, gather
-from pdcore.transports.torchdist_group import Backend, GroupFailed, PairGroup, Staging, find_store
+from pdcore.transports.torchdist_group import Backend, GroupFailed, PairGroup, Staging
 from pdcore.transports.torchdist_wire import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     ChunkHead,
     Kind,
     decode_meeting,
+    encode_key,
 )
 from pdcore.types import LeaseId
 
 CHUNK_BYTES: Final = 1 << 20
 STALL_TIMEOUT_S: Final = 10.0
 CONNECT_TIMEOUT_S: Final = 1.0
-#: After a broken group: how long until the control connection shows the peer's end.
-_AFTERMATH_S: Final = 1.0
 
 Stop = tuple[HandleStatus, str]
 
@@ -95,24 +94,25 @@ class Line:
         if answer is not None:
             raise LinkOver(End.LOST, f"the peer sent {answer[0].name} unasked")
 
-    def reply(self, *wanted: Kind) -> tuple[Kind, bytes]:
-        """The peer's next frame. Raises LinkOver, also when none comes in time."""
+    def reply(self, *wanted: Kind, is_owed: bool = False) -> tuple[Kind, bytes]:
+        """The peer's next frame. ``is_owed``: the peer counts on us, so wait for it also when
+        leaving. Raises LinkOver, also when none comes in time."""
         deadline = time.monotonic() + self._stall_timeout_s
-        while not self.is_hurried and (self.is_in_doubt or not self.is_leaving):
+        while not self.is_hurried and (is_owed or self.is_in_doubt or not self.is_leaving):
             answer = self._receive(deadline)
             if answer is None:
                 if time.monotonic() >= deadline:
                     raise LinkOver(End.LOST, f"no progress for {self._stall_timeout_s:g} s")
             elif answer[0] in wanted:
                 return answer
-            else:
+            elif answer[0] is not Kind.KEY:  # one more than the group needed
                 raise LinkOver(End.LOST, f"the peer answered {answer[0].name}")
         raise LinkOver(End.DISCONNECTED, "closed before the peer answered")
 
-    def await_end(self, timeout_s: float) -> None:
-        """Something else broke: give the connection so long to end, too. Raises LinkOver
-        when it does."""
-        deadline = time.monotonic() + timeout_s
+    def await_end(self) -> None:
+        """The group broke, usually by the peer's death: give the connection a moment to
+        prove it. Raises LinkOver when it does."""
+        deadline = time.monotonic() + AFTERMATH_S
         while not self.is_hurried and time.monotonic() < deadline:
             self._receive(deadline)
 
@@ -137,27 +137,29 @@ class Line:
         return answer
 
 
-def build_group(line: Line, backend: Backend, host: str) -> tuple[PairGroup, int]:
-    """Our half of the group where the receiver says, and the largest chunk it takes. Raises
-    LinkOver when it gives up, or does not answer."""
-    while True:
-        line.send(Kind.JOIN)
-        _, body = line.reply(Kind.GROUP)
-        try:
-            meeting = decode_meeting(body)
-            store = find_store(host, meeting.port, backend.build_timeout_s)
-            line.send(Kind.BUILD)
-            group = PairGroup(backend, store, meeting.key, 0)
-        except GroupFailed:
-            line.send(Kind.NO_GROUP)
-            continue
-        line.send(Kind.JOINED)
-        return group, meeting.chunk_bytes
+def build_group(line: Line, backend: Backend) -> tuple[PairGroup, int]:
+    """Our half of the group, and the largest chunk the receiver takes. Raises LinkOver when
+    it gives up or does not answer, GroupFailed."""
+    line.send(Kind.JOIN)
+    meeting = decode_meeting(line.reply(Kind.GROUP)[1])
+
+    def tell(key: str, value: bytes) -> None:
+        line.send(Kind.KEY, encode_key(key, value))
+
+    def hear() -> bytes:
+        # It has our address by now: leaving it alone with that would hold it up.
+        return line.reply(Kind.KEY, is_owed=True)[1]
+
+    try:
+        return PairGroup(backend, 0, meeting.key, tell, hear), meeting.chunk_bytes
+    except GroupFailed:
+        line.await_end()
+        raise
 
 
-def start(line: Line, backend: Backend, host: str, limits: Limits) -> Courier:
-    """Raises LinkOver."""
-    group, chunk_bytes = build_group(line, backend, host)
+def start(line: Line, backend: Backend, limits: Limits) -> Courier:
+    """Raises LinkOver, GroupFailed."""
+    group, chunk_bytes = build_group(line, backend)
     staging = Staging(min(limits.chunk_bytes, chunk_bytes), backend.device)
     return Courier(line, group, staging, limits.stall_timeout_s)
 
@@ -213,8 +215,7 @@ class Courier:
         try:
             self._group.send(self._staging, chunk.num_bytes, self._timeout_s)
         except GroupFailed:
-            # The usual reason is the peer's death, which the control connection proves.
-            self._line.await_end(_AFTERMATH_S)
+            self._line.await_end()
             raise
         self._line.is_in_doubt = True
         self._line.send(Kind.SENT)

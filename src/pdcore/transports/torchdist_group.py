@@ -31,7 +31,6 @@ exchanges one byte, so that this happens there.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -41,15 +40,16 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from pdcore.errors import TransportError
 from pdcore.transports.copy import ByteArray
+from pdcore.transports.torchdist_wire import decode_key
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import Store
 
 _T = TypeVar("_T")
 
 BACKENDS: Final = ("gloo", "hccl")
-#: Both sides have started to build when either does; this is milliseconds with gloo.
+#: From when both sides know each other's addresses; this is milliseconds with gloo.
 BUILD_TIMEOUT_S: Final = 3.0
 #: hccl exchanges addresses through the store and sets its links up in the first operation.
 HCCL_BUILD_TIMEOUT_S: Final = 60.0
@@ -108,8 +108,6 @@ class Backend(Protocol):
     name: str
     device: str
     build_timeout_s: float
-    #: It goes on using the store of a group that is built.
-    keeps_store: bool
 
     def enter_thread(self) -> None:
         """Whatever a thread needs before it uses the backend."""
@@ -135,7 +133,6 @@ class GlooBackend:
     name = "gloo"
     device = "cpu"
     build_timeout_s = BUILD_TIMEOUT_S
-    keeps_store = False
 
     def __init__(self, host: str) -> None:
         self._kind = vars(_c10d())["ProcessGroupGloo"]
@@ -171,7 +168,6 @@ class HcclBackend:
 
     name = "hccl"
     build_timeout_s = HCCL_BUILD_TIMEOUT_S
-    keeps_store = True
 
     def __init__(self, device_index: int) -> None:
         try:
@@ -219,57 +215,67 @@ def make_backend(name: str, host: str, device_index: int) -> Backend:
     raise TransportError(f"backend: unknown {name!r}; choose one of {', '.join(BACKENDS)}")
 
 
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """The meeting point of one pair, at the side that receives; its ``port`` is free.
+Tell = Callable[[str, bytes], None]
 
-    Raises GroupFailed.
+
+def relay_store(tell: Tell, hear: Callable[[], bytes]) -> Store:
+    """Where a group's two sides learn each other's addresses: over the connection that they
+    have. torch's TCPStore would take a port and a thread of its own, retries an address
+    where nobody listens any more for twice its time-out (5.4 s of 3), and waits without
+    end for a server that is stopped (50 s seen); this one ends with the connection.
+
+    Other threads, as hccl has them, see what is known and wait for nothing.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, 0), family=family)
-    except OSError as error:
-        raise GroupFailed(f"no store at {host}: {error.strerror}") from error
-    port = listener.getsockname()[1]
-    try:
-        # The store owns the socket from here on.
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    except RuntimeError as error:
-        raise GroupFailed(f"no store at {host}: {_first(error)}") from error
+    class RelayStore(Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self._values: dict[str, bytes] = {}
+            self._builder = threading.get_ident()
 
+        def set(self, key: str, value: str | bytes) -> None:
+            data = value.encode() if isinstance(value, str) else bytes(value)
+            self._values[key] = data
+            if threading.get_ident() == self._builder:
+                tell(key, data)
 
-def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The other side's view of it. Raises GroupFailed."""
-    from torch._C._distributed_c10d import TCPStore
+        def get(self, key: str) -> bytes:
+            self._await([key])
+            return self._values[key]
 
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise GroupFailed(f"no store at {host}: {_first(error)}") from error
+        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            self._await(keys)
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self._values for key in keys)
+
+        def _await(self, keys: list[str]) -> None:
+            while not self.check(keys):
+                if threading.get_ident() != self._builder:
+                    raise RuntimeError(f"nobody has set {keys}")
+                key, value = decode_key(hear())
+                self._values[key] = value
+
+    return RelayStore()
 
 
 class PairGroup:
-    """One side of a group that works; used by one thread. The caller drops ``store``; it is
-    kept here where the backend needs it (a store costs its side a dozen descriptors and a
-    thread)."""
+    """One side of a group that works; used by one thread."""
 
-    def __init__(self, backend: Backend, store: TCPStore, key: bytes, rank: int) -> None:
-        """Raises GroupFailed when the other side does not build its own in time."""
+    def __init__(
+        self, backend: Backend, rank: int, key: bytes, tell: Tell, hear: Callable[[], bytes]
+    ) -> None:
+        """``tell`` sends a KEY to the other side, ``hear`` waits for its next one; both may
+        raise what they like. Raises GroupFailed when the group does not come about."""
         from torch._C._distributed_c10d import PrefixStore
 
         self._backend = backend
-        self._store = store if backend.keeps_store else None
         self._peer = 1 - rank
-        self._group = _guarded(lambda: backend.group(PrefixStore(key.hex(), store), rank))
+        relay = relay_store(tell, hear)
+        #: hccl goes on using it.
+        self._store = PrefixStore(key.hex(), relay), relay
+        self._group = _guarded(lambda: backend.group(self._store[0], rank))
         greeting = Staging(1, backend.device)
         if rank == 0:
             self.send(greeting, 1, backend.build_timeout_s)

@@ -22,7 +22,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import Notification
 from pdcore.transports.check import CopyPlan
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.torchdist_channel import Channel, End, LinkOver
+from pdcore.transports.torchdist_channel import AFTERMATH_S, Channel, End, LinkOver
 from pdcore.transports.torchdist_chunks import plan_chunk, scatter
 from pdcore.transports.torchdist_courier import Limits
 from pdcore.transports.torchdist_group import (
@@ -30,7 +30,6 @@ from pdcore.transports.torchdist_group import (
     GroupFailed,
     PairGroup,
     Staging,
-    open_store,
 )
 from pdcore.transports.torchdist_hub import Hub
 from pdcore.transports.torchdist_wire import (
@@ -42,6 +41,7 @@ from pdcore.transports.torchdist_wire import (
     Welcome,
     decode_chunk,
     decode_hello,
+    encode_key,
 )
 from pdcore.transports.torchdist_witness import Witness, stamp
 from pdcore.types import Incarnation
@@ -50,8 +50,6 @@ from pdcore.types import Incarnation
 HELLO_TIMEOUT_S: Final = 2.0
 #: Threads at once, callers who have said nothing yet included.
 MAX_LINKS: Final = 1024
-#: How often a group is tried: either side may have been held up.
-BUILD_ATTEMPTS: Final = 3
 #: How long closing waits for a sender that was promised a receive, or a group.
 CLOSE_GRACE_S: Final = 1.0
 #: How long the door rests when this process has no descriptor left for a caller.
@@ -125,10 +123,23 @@ class Incoming:
             self._serve()
         except LinkOver as over:
             end, detail = over.end, over.detail
+        except GroupFailed as error:
+            end, detail = self._aftermath(error)
         except (TransportError, RuntimeError, OSError) as error:
             detail = str(error)
         finally:
             self._finish(end, detail)
+
+    def _aftermath(self, error: GroupFailed) -> tuple[End, str]:
+        """A group breaks, usually, by the peer's death: give the connection a moment to
+        prove it."""
+        deadline = time.monotonic() + AFTERMATH_S
+        try:
+            while not self._is_closing and time.monotonic() < deadline:
+                self._channel.receive(self._wake, deadline)
+        except LinkOver as over:
+            return over.end, over.detail
+        return End.DISCONNECTED, str(error)
 
     def _finish(self, end: End, detail: str) -> None:
         if self._incarnation is not None:
@@ -183,24 +194,18 @@ class Incoming:
 
     def _build(self) -> PairGroup:
         desk = self._desk
-        for _ in range(BUILD_ATTEMPTS):
-            self._expect(Kind.JOIN)
-            store = open_store(desk.host, desk.backend.build_timeout_s)
-            meeting = Meeting(store.port, desk.limits.chunk_bytes, secrets.token_bytes(16))
-            self._send(Kind.GROUP, meeting.encode())
+        self._expect(Kind.JOIN)
+        meeting = Meeting(desk.limits.chunk_bytes, secrets.token_bytes(16))
+        self._send(Kind.GROUP, meeting.encode())
+
+        def tell(key: str, value: bytes) -> None:
+            self._send(Kind.KEY, encode_key(key, value))
+
+        def hear() -> bytes:
             # The sender may be at it already, and would wait for us.
-            kind, _ = self._expect(Kind.BUILD, Kind.NO_GROUP, closing_grace_s=CLOSE_GRACE_S)
-            group = None
-            if kind is Kind.BUILD:
-                with contextlib.suppress(GroupFailed):
-                    group = PairGroup(desk.backend, store, meeting.key, 1)
-                kind, _ = self._expect(Kind.JOINED, Kind.NO_GROUP)
-            del store
-            if kind is Kind.JOINED and group is None:
-                break
-            if kind is Kind.JOINED and group is not None:
-                return group
-        raise GroupFailed(f"no group of {desk.backend.name} could be built")
+            return self._expect(Kind.KEY, closing_grace_s=CLOSE_GRACE_S)[1]
+
+        return PairGroup(desk.backend, 1, meeting.key, tell, hear)
 
     def _check(self, head: ChunkHead) -> CopyPlan:
         """Raises _Refusal unless every row may be written now."""
@@ -241,12 +246,13 @@ class Incoming:
                 if time.monotonic() >= deadline:
                     raise LinkOver(End.DISCONNECTED, "closed")
             frame = self._channel.receive(self._wake, deadline)
-            if frame is not None and frame[0] not in wanted:
+            if frame is None or (frame[0] is Kind.KEY and Kind.KEY not in wanted):
+                continue  # one more than the group needed
+            if frame[0] not in wanted:
                 raise LinkOver(
                     End.LOST, f"the peer sent {frame[0].name}, expected {wanted[0].name}"
                 )
-            if frame is not None:
-                return frame
+            return frame
 
     def _send(self, kind: Kind, body: bytes = b"") -> None:
         self._channel.send(kind, body, timeout_s=self._desk.limits.stall_timeout_s)

@@ -104,7 +104,7 @@ class Outgoing:
         self._line = Line(channel, self._wake, limits.stall_timeout_s)
         self._thread = threading.Thread(
             target=self._run,
-            args=(backend, decode_address(descriptor.blob).host, limits),
+            args=(backend, limits),
             name="pdcore-torchdist-out",
             daemon=True,
         )
@@ -164,11 +164,11 @@ class Outgoing:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def _run(self, backend: Backend, host: str, limits: Limits) -> None:
+    def _run(self, backend: Backend, limits: Limits) -> None:
         end, detail = End.DISCONNECTED, "its thread failed"
         try:
             backend.enter_thread()
-            courier = start(self._line, backend, host, limits)
+            courier = start(self._line, backend, limits)
             while (job := self._next()) is not None:
                 self._end(job, courier.carry(job))
             detail = "closed"

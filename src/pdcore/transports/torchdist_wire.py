@@ -33,7 +33,8 @@ MAX_REASON_BYTES: Final = 2000
 
 _HELLO: Final = struct.Struct(f"<16s16s16s{STAMP.size}s")
 _REGION: Final = struct.Struct("<IQ")
-_GROUP: Final = struct.Struct("<HI16s")
+_GROUP: Final = struct.Struct("<I16s")
+_KEY: Final = struct.Struct("<H")
 _CHUNK: Final = struct.Struct("<16sqqIBI")
 _MAX_WELCOME_BYTES: Final = MAX_REGIONS * _REGION.size
 _BLOB: Final = struct.Struct("<IH16sB")
@@ -44,9 +45,8 @@ _NOTIFY: Final = 2
 
 class Kind(enum.IntEnum):
     """HELLO comes from the sender; the receiver answers WELCOME with its regions, or
-    REFUSED. JOIN from the sender is answered by GROUP, where to meet; with BUILD both build,
-    and not before, since whoever builds alone is held up; then JOINED, or NO_GROUP and
-    another JOIN.
+    REFUSED. JOIN from the sender is answered by GROUP; then both build, and each KEY is what
+    the group's store of one side has for the other.
 
     Each chunk is CHUNK (what, where to, under which lease), READY (a receive is posted),
     the bytes in the group, SENT, and PLACED; REJECTED may take the place of READY and of
@@ -58,16 +58,14 @@ class Kind(enum.IntEnum):
     REFUSED = 3
     JOIN = 4
     GROUP = 5
-    BUILD = 6
-    JOINED = 7
-    NO_GROUP = 8
-    CHUNK = 9
-    READY = 10
-    SENT = 11
-    PLACED = 12
-    REJECTED = 13
-    DISCONNECT = 14
-    BYE = 15
+    KEY = 6
+    CHUNK = 7
+    READY = 8
+    SENT = 9
+    PLACED = 10
+    REJECTED = 11
+    DISCONNECT = 12
+    BYE = 13
 
 
 @attrs.frozen
@@ -145,25 +143,43 @@ def decode_welcome(body: bytes) -> Welcome:
 
 @attrs.frozen
 class Meeting:
-    """Where a pair builds its group: the port of its store, the prefix of its keys (16
-    bytes), and the largest chunk that the receiver takes."""
+    """What both sides of a pair build their group with: the prefix of its keys (16 bytes),
+    and the largest chunk that the receiver takes."""
 
-    port: int
     chunk_bytes: int
     key: bytes
 
     def encode(self) -> bytes:
-        return _GROUP.pack(self.port, self.chunk_bytes, self.key)
+        return _GROUP.pack(self.chunk_bytes, self.key)
 
 
 def decode_meeting(body: bytes) -> Meeting:
     """Raises TransportError."""
     if len(body) != _GROUP.size:
         raise TransportError("malformed GROUP")
-    port, chunk_bytes, key = _GROUP.unpack(body)
+    chunk_bytes, key = _GROUP.unpack(body)
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise TransportError(f"the peer takes chunks of {chunk_bytes} bytes")
-    return Meeting(port, chunk_bytes, key)
+    return Meeting(chunk_bytes, key)
+
+
+def encode_key(key: str, value: bytes) -> bytes:
+    name = key.encode()
+    return _KEY.pack(len(name)) + name + value
+
+
+def decode_key(body: bytes) -> tuple[str, bytes]:
+    """Raises TransportError."""
+    if len(body) < _KEY.size:
+        raise TransportError("malformed KEY")
+    (size,) = _KEY.unpack_from(body)
+    end = _KEY.size + size
+    if len(body) < end:
+        raise TransportError("malformed KEY")
+    try:
+        return body[_KEY.size : end].decode(), body[end:]
+    except UnicodeDecodeError as error:
+        raise TransportError(f"malformed KEY: {error}") from None
 
 
 @attrs.frozen(eq=False)

@@ -158,7 +158,7 @@ class Rig:
 
     def carry(self, job: Job) -> Future[Stop]:
         """Started: both halves of the group are built when this returns."""
-        started = self._pool.submit(start, self.line, self._backend, HOST, LIMITS)
+        started = self._pool.submit(start, self.line, self._backend, LIMITS)
         self.receiver.join_group()
         return self._pool.submit(lambda: started.result().carry(job))
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import queue
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
@@ -18,10 +19,10 @@ from pdcore.transports.torchdist_group import (
     HcclBackend,
     PairGroup,
     Staging,
-    find_store,
     make_backend,
-    open_store,
+    relay_store,
 )
+from pdcore.transports.torchdist_wire import encode_key
 from tests.unit.transports.torchdist_rig import HOST, SOON_S, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchdist is Linux")
@@ -41,19 +42,26 @@ def backend() -> Iterator[GlooBackend]:
     made.close()
 
 
+class Hearing:
+    """What one side tells the other; ``hear`` waits for it."""
+
+    def __init__(self) -> None:
+        self._told: queue.Queue[bytes] = queue.Queue()
+
+    def tell(self, key: str, value: bytes) -> None:
+        self._told.put(encode_key(key, value))
+
+    def hear(self) -> bytes:
+        return self._told.get(timeout=SOON_S)
+
+
 def build_pair(backend: GlooBackend) -> tuple[PairGroup, PairGroup]:
     """Both ends of a group, as two processes would build them."""
-    store = open_store(HOST, SOON_S)
-    built: list[PairGroup] = []
-
-    def receive() -> None:
-        built.append(PairGroup(backend, store, KEY, 1))
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sender = PairGroup(backend, find_store(HOST, store.port, SOON_S), KEY, 0)
-    thread.join(SOON_S)
-    return sender, built[0]
+    forth, back = Hearing(), Hearing()
+    with ThreadPoolExecutor(1) as pool:
+        receiver = pool.submit(PairGroup, backend, 1, KEY, back.tell, forth.hear)
+        sender = PairGroup(backend, 0, KEY, forth.tell, back.hear)
+        return sender, receiver.result(SOON_S)
 
 
 def test_bytes_go_from_staging_to_staging(backend: GlooBackend) -> None:
@@ -69,20 +77,70 @@ def test_bytes_go_from_staging_to_staging(backend: GlooBackend) -> None:
         assert np.array_equal(mine.host[:size], theirs.host[:size])
 
 
-def test_nobody_at_the_other_end_is_a_failure_in_time(backend: GlooBackend) -> None:
-    """gloo can hang: building a group is bounded."""
-    backend.build_timeout_s = 0.1
-    store = open_store(HOST, 0.1)
+class Silence(Exception):
+    """The connection is over."""
+
+
+def test_whatever_ends_the_connection_ends_the_building(backend: GlooBackend) -> None:
+    """gloo can hang: until both sides know each other, the wait is ours, and what it raises
+    comes back out of torch's code."""
+
+    def hear() -> bytes:
+        raise Silence
+
+    for rank in (0, 1):
+        told = Hearing()
+        with pytest.raises(Silence):
+            PairGroup(backend, rank, KEY, told.tell, hear)
+
+
+def test_a_peer_that_does_not_go_on_is_a_failure_in_time(backend: GlooBackend) -> None:
+    """It told its address, and nobody is there any more: bounded by the group's time-out."""
+    backend.build_timeout_s = 0.2
+    forth, back = Hearing(), Hearing()
+
+    def build_and_die() -> None:
+        def hear() -> bytes:
+            raise Silence
+
+        with pytest.raises(Silence):
+            PairGroup(backend, 1, KEY, back.tell, hear)
+
+    build_and_die()
     with pytest.raises(GroupFailed):
-        PairGroup(backend, store, KEY, 1)
+        PairGroup(backend, 0, KEY, forth.tell, back.hear)
 
 
-def test_a_store_that_is_not_there_is_a_failure() -> None:
-    port = open_store(HOST, SOON_S).port
-    with pytest.raises(GroupFailed, match=HOST):
-        find_store(HOST, port, 0.1)
-    with pytest.raises(GroupFailed, match=r"192\.0\.2\.1"):
-        open_store("192.0.2.1", SOON_S)
+def test_noise_instead_of_a_key_is_refused(backend: GlooBackend) -> None:
+    with pytest.raises(TransportError, match="malformed KEY"):
+        PairGroup(backend, 0, KEY, Hearing().tell, lambda: b"\xff")
+
+
+def test_the_store_asks_only_for_what_it_does_not_know() -> None:
+    forth, back = Hearing(), Hearing()
+    store = relay_store(forth.tell, back.hear)
+    store.set("mine", "1")
+    assert store.get("mine") == b"1"
+    assert forth.hear() == encode_key("mine", b"1")
+    for key in ("other", "theirs"):
+        back.tell(key, b"2")
+    store.wait(["theirs"])
+    assert store.check(["mine", "other", "theirs"])
+    assert not store.check(["mine", "never"])
+
+
+def test_other_threads_see_the_store_and_wait_for_nothing() -> None:
+    """hccl looks into it from threads of its own, while ours uses the connection."""
+    forth, back = Hearing(), Hearing()
+    store = relay_store(forth.tell, back.hear)
+    store.set("known", "1")
+    forth.hear()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(store.get, "known").result(SOON_S) == b"1"
+        with pytest.raises(RuntimeError, match="nobody has set"):
+            pool.submit(store.get, "never").result(SOON_S)
+        pool.submit(store.set, "late", "2").result(SOON_S)
+    assert store.get("late") == b"2"
 
 
 def test_a_wait_that_timed_out_poisons_the_group(backend: GlooBackend) -> None:
@@ -167,8 +225,7 @@ def test_hccl_builds_with_the_vendors_options(hccl: tuple[HcclBackend, list[obje
     backend, calls = hccl
     assert backend.device == "npu:3"
     backend.enter_thread()
-    store = open_store(HOST, SOON_S)
-    backend.group(store, 1)
+    backend.group(relay_store(Hearing().tell, Hearing().hear), 1)
     timeout = timedelta(seconds=backend.build_timeout_s)
     assert calls == [
         3,

@@ -274,6 +274,30 @@ def test_a_caller_that_dies_with_a_receive_posted_is_dead(rig: Rig) -> None:
     assert is_zero(memoryview(rig.memory))
 
 
+def test_a_caller_that_dies_in_the_middle_of_a_chunk_is_dead(rig: Rig) -> None:
+    """The group breaks first; what the connection says a moment later counts."""
+    lease = rig.grant((0, 128))
+    caller = rig.caller()
+    assert caller.announce(lease.lease, 64, rows((rig.region, 0, 64)), b"never") is Kind.READY
+    caller.line.send(Kind.SENT)
+    caller.die()
+    assert rig.happened() == [PeerDied(THEM, True, "its process is gone")]
+    assert is_zero(memoryview(rig.memory))
+
+
+def test_a_group_that_breaks_alone_is_no_death(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AFTERMATH_S", 0.05)
+    lease = rig.grant((0, 128))
+    caller = rig.caller()
+    assert caller.announce(lease.lease, 64, rows((rig.region, 0, 64)), b"never") is Kind.READY
+    caller.group = None
+    caller.line.send(Kind.SENT)
+    with pytest.raises(LinkOver) as over:
+        caller.hear()
+    assert over.value.end is End.DISCONNECTED
+    assert rig.hub.drain() == []
+
+
 def test_a_disconnect_is_no_death(rig: Rig) -> None:
     caller = rig.call()
     caller.farewell(Kind.DISCONNECT)
@@ -301,22 +325,21 @@ def test_closing_does_not_wait_for_a_stopped_sender(
 
 
 def test_a_group_that_cannot_be_built_ends_the_session(rig: Rig) -> None:
-    """After some attempts; the sender is told why."""
+    """The sender is told why."""
+    rig.backend.build_timeout_s = 0.2
     caller = rig.call()
-    with pytest.raises(LinkOver, match="no group of gloo") as over:
-        refuse_groups(caller)
+    caller.send(Kind.JOIN, timeout_s=SOON_S)
+    caller.send(Kind.KEY, b"\xff", timeout_s=SOON_S)
+    with pytest.raises(LinkOver, match="malformed KEY") as over:
+        listen(caller)
     assert over.value.end is End.DISCONNECTED
     caller.close()
 
 
-def refuse_groups(caller: Channel) -> None:
+def listen(caller: Channel) -> None:
     """Raises LinkOver when the receiver gives up."""
-    while True:
-        caller.send(Kind.JOIN, timeout_s=SOON_S)
-        frame = caller.receive(None, time.monotonic() + SOON_S)
-        assert frame is not None
-        assert frame[0] is Kind.GROUP
-        caller.send(Kind.NO_GROUP, timeout_s=SOON_S)
+    while caller.receive(None, time.monotonic() + SOON_S) is not None:
+        pass
 
 
 def test_a_frame_out_of_turn_ends_the_session(rig: Rig) -> None:

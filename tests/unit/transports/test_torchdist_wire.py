@@ -17,8 +17,10 @@ from pdcore.transports.torchdist_wire import (
     decode_address,
     decode_chunk,
     decode_hello,
+    decode_key,
     decode_meeting,
     decode_welcome,
+    encode_key,
 )
 from pdcore.transports.torchdist_witness import NOBODY
 from pdcore.types import Incarnation, LeaseId
@@ -58,7 +60,14 @@ def test_a_name_is_no_address() -> None:
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     """Whatever a peer sends is an error of the transport or a value, nothing else."""
-    for read in (decode_address, decode_hello, decode_welcome, decode_meeting, decode_chunk):
+    for read in (
+        decode_address,
+        decode_hello,
+        decode_welcome,
+        decode_meeting,
+        decode_key,
+        decode_chunk,
+    ):
         try:
             read(noise)
         except TransportError:
@@ -70,8 +79,9 @@ def test_frames_survive() -> None:
     assert decode_hello(hello.encode()) == hello
     welcome = Welcome(NOBODY, {3: 1 << 40, 1: 5})
     assert decode_welcome(welcome.encode()) == welcome
-    meeting = Meeting(4711, 1 << 20, b"k" * 16)
+    meeting = Meeting(1 << 20, b"k" * 16)
     assert decode_meeting(meeting.encode()) == meeting
+    assert decode_key(encode_key("0/1", b"\0address")) == ("0/1", b"\0address")
     for notify in (None, b"", b"wake up"):
         head = ChunkHead(LEASE, 30, rows((1, 2, 10), (3, 4, 20)), True, notify)
         found = decode_chunk(head.encode())
@@ -83,4 +93,4 @@ def test_frames_survive() -> None:
 def test_a_meeting_with_absurd_chunks_is_refused() -> None:
     for chunk_bytes in (0, 100, 1 << 31):
         with pytest.raises(TransportError, match="chunks of"):
-            decode_meeting(Meeting(1, chunk_bytes, b"k" * 16).encode())
+            decode_meeting(Meeting(chunk_bytes, b"k" * 16).encode())

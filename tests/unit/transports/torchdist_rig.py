@@ -20,7 +20,7 @@ from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.torchdist_channel import Channel
 from pdcore.transports.torchdist_courier import Limits, Line, build_group
-from pdcore.transports.torchdist_group import Backend, PairGroup, Staging, Work, open_store
+from pdcore.transports.torchdist_group import Backend, PairGroup, Staging, Work
 from pdcore.transports.torchdist_sender import open_channel
 from pdcore.transports.torchdist_wire import (
     Address,
@@ -30,6 +30,7 @@ from pdcore.transports.torchdist_wire import (
     Welcome,
     decode_address,
     decode_chunk,
+    encode_key,
 )
 from pdcore.transports.torchdist_witness import NOBODY
 from pdcore.types import Incarnation, LeaseId
@@ -84,7 +85,7 @@ class HandSender:
     """A peer that sends whatever it likes, over a real group."""
 
     line: Line
-    group: PairGroup
+    group: PairGroup | None
     staging: Staging
     wake: int
 
@@ -102,11 +103,17 @@ class HandSender:
 
     def deliver(self, data: bytes) -> None:
         self.staging.host[: len(data)] = np.frombuffer(data, np.uint8)
+        assert self.group is not None
         self.group.send(self.staging, len(data), SOON_S)
         self.line.send(Kind.SENT)
 
     def hear(self) -> Kind:
         return self.line.reply(*Kind)[0]
+
+    def die(self) -> None:
+        """As a process that is killed: without a word."""
+        self.group = None
+        self.line.channel.close()
 
     def close(self) -> None:
         self.line.channel.close()
@@ -120,7 +127,7 @@ def send_by_hand(descriptor: bytes, backend: Backend, me: Incarnation = THEM) ->
     channel, _ = open_channel(me, found, address, SOON_S)
     wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     line = Line(channel, wake, SOON_S)
-    group, chunk_bytes = build_group(line, backend, address.host)
+    group, chunk_bytes = build_group(line, backend)
     return HandSender(line, group, Staging(chunk_bytes, backend.device), wake)
 
 
@@ -159,12 +166,13 @@ class HandReceiver:
     def join_group(self) -> None:
         self.welcomed()
         assert self.hear()[0] is Kind.JOIN
-        store = open_store(HOST, SOON_S)
         key = secrets.token_bytes(16)
-        self.say(Kind.GROUP, Meeting(store.port, 1 << 16, key).encode())
-        assert self.hear()[0] is Kind.BUILD
-        self._group = PairGroup(self.backend, store, key, 1)
-        assert self.hear()[0] is Kind.JOINED
+        self.say(Kind.GROUP, Meeting(1 << 16, key).encode())
+
+        def tell(key: str, value: bytes) -> None:
+            self.say(Kind.KEY, encode_key(key, value))
+
+        self._group = PairGroup(self.backend, 1, key, tell, lambda: self.hear()[1])
 
     def ready(self) -> tuple[ChunkHead, Work]:
         """Let one chunk be announced, and post its receive."""
