@@ -92,7 +92,10 @@ class Watch:
 
     def health(self, core: Watched, reasons: Sequence[str], now: float) -> WorkerHealth:
         """``reasons``: why the rank is not ready, as far as others know."""
-        totals = {**attrs.asdict(core.snapshot()), **attrs.asdict(self.counters)}
+        totals = {
+            **attrs.asdict(core.snapshot(), recurse=False),
+            **attrs.asdict(self.counters, recurse=False),
+        }
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
         problems = list(reasons)
         for name, count in list(core.rooms.stuck_on().items())[:MAX_NAMED]:
