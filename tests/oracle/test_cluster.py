@@ -1,4 +1,5 @@
-"""The whole way against transformers: router, prefill process, decode process, shm.
+"""The whole way against transformers: router, prefill process, decode process, KV over shared
+memory and over sockets.
 
 The goldens are greedy tokens that transformers made from the same dequantised float32
 weights. Prompts go in as token ids and come back through HTTP; prefill works in chunks
@@ -27,10 +28,13 @@ GROUP = 4
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
+def origin(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Origin]:
     settings = tmp_path_factory.mktemp("cluster") / "both.yaml"
     settings.write_text("scheduler_config:\n  prefill_chunk_tokens: 16\n  num_blocks: 600\n")
-    program = Program("up", "--port", "0", "--yaml-file-path", str(settings))
+    how = ("--transport", request.param)
+    program = Program("up", "--port", "0", "--yaml-file-path", str(settings), *how)
     ready = program.wait_for(r"ready: http://([\d.]+):(\d+)", timeout_s=110)
     yield Origin(ready[1], int(ready[2]))
     assert program.stop() == 0
@@ -69,11 +73,13 @@ def test_enough_goldens() -> None:
     assert all(len(golden["tokens"]) >= NUM_TOKENS for golden in GOLDENS)
 
 
+@pytest.mark.parametrize("origin", ["shm", "socket"], indirect=True, scope="module")
 @pytest.mark.parametrize("start", range(0, len(GOLDENS), 8))
 def test_eight_at_once_equal_transformers(origin: Origin, start: int) -> None:
     asyncio.run(run(origin, GOLDENS[start : start + 8], at_once=8))
 
 
+@pytest.mark.parametrize("origin", ["shm"], indirect=True, scope="module")
 @pytest.mark.parametrize("start", range(0, len(GOLDENS), GROUP))
 def test_one_at_a_time_equal_transformers(origin: Origin, start: int) -> None:
     asyncio.run(run(origin, GOLDENS[start : start + GROUP], at_once=1))
