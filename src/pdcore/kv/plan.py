@@ -29,14 +29,18 @@ from numpy.typing import NDArray
 from pdcore.errors import IncompatibleError
 from pdcore.kv.pieces import (
     BlockPiece,
+    BlockTables,
     RowPiece,
+    RowTables,
     block_piece,
+    block_tables,
     expand_blocks,
     expand_rows,
     join_neighbours,
     row_piece,
+    row_tables,
 )
-from pdcore.kv.reblock import BlockShape, cut_tokens
+from pdcore.kv.reblock import BlockShape, Share, cut_tokens, shared_blocks, token_range
 from pdcore.kv.slices import TokenSlice, check_kept_per_rank, slice_token
 from pdcore.kv.spec import KVCacheEntry, KVCacheSpec, KVPlacement
 from pdcore.types import NULL_BLOCK
@@ -46,8 +50,7 @@ LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS, LOCAL_STRIDE, REMOTE_STRIDE = rang
 
 Int64Array = NDArray[np.int64]
 
-#: (rank, size): which part of the blocks one of ``size`` context parallel ranks writes.
-Share = tuple[int, int]
+#: The share of who writes alone.
 WHOLE: Final[Share] = (0, 1)
 
 #: Up to so many byte ranges are merged one after the other: that is cheaper than arrays.
@@ -86,9 +89,9 @@ class _Group:
 
     def __init__(self, shape: BlockShape) -> None:
         self.shape = shape
-        self.blocks: dict[tuple[int, int], list[BlockPiece]] = {}
+        self.blocks: dict[tuple[int, int], BlockTables] = {}
         #: Only with different block sizes; then ``blocks`` is empty.
-        self.rows: dict[tuple[int, int], list[RowPiece]] = {}
+        self.rows: dict[tuple[int, int], RowTables] = {}
 
 
 class KVPlanner:
@@ -107,6 +110,8 @@ class KVPlanner:
         self._sizes = src.num_blocks, dst.num_blocks
         self._groups: dict[str, _Group] = {}
         src_sizes, dst_sizes = src_spec.block_sizes, dst_spec.block_sizes
+        blocks: dict[tuple[str, tuple[int, int]], list[BlockPiece]] = {}
+        rows: dict[tuple[str, tuple[int, int]], list[RowPiece]] = {}
         for i, j in _paired(src_spec, dst_spec):
             ours, theirs = src_spec.entries[i], dst_spec.entries[j]
             key = ours.manager_key
@@ -117,21 +122,21 @@ class KVPlanner:
                         f"entry {entry.name}: block_size {entry.block_size}, but other entries of "
                         f"manager key {key!r} have {sizes[key]}; use another manager key"
                     )
-            group = self._groups.get(key)
-            if group is None:
+            if key not in self._groups:
                 shape = BlockShape(src_sizes[key], dst_sizes[key], ours.sliding_window)
-                group = self._groups[key] = _Group(shape)
+                self._groups[key] = _Group(shape)
             if not cut.is_first:
                 continue
             regions = src.regions[i], dst.regions[j]
             at = src.offsets[i], dst.offsets[j], src.block_strides[i], dst.block_strides[j]
             if ours.block_size == theirs.block_size:
-                group.blocks.setdefault(regions, []).append(block_piece(ours, theirs, cut, *at))
+                blocks.setdefault((key, regions), []).append(block_piece(ours, theirs, cut, *at))
             else:
-                group.rows.setdefault(regions, []).append(row_piece(ours, theirs, cut, *at))
-        for group in self._groups.values():
-            for regions, pieces in group.blocks.items():
-                group.blocks[regions] = join_neighbours(pieces)
+                rows.setdefault((key, regions), []).append(row_piece(ours, theirs, cut, *at))
+        for (key, regions), pieces in blocks.items():
+            self._groups[key].blocks[regions] = block_tables(join_neighbours(pieces))
+        for (key, regions), cuts in rows.items():
+            self._groups[key].rows[regions] = row_tables(cuts)
 
     def plan(
         self,
@@ -159,12 +164,12 @@ class KVPlanner:
                 raise IncompatibleError(f"block ids: {side} has none for manager key {key!r}")
             src = _real_ids(key, src_blocks[key], self._sizes[0])
             dst = _real_ids(key, dst_blocks[key], self._sizes[1])
-            part = _token_range(key, group.shape, len(src), len(dst), tokens)
+            part = token_range(key, group.shape, len(src), len(dst), tokens)
             if part[0] >= part[1]:
                 continue
             size = group.shape.dst_size
             _check_once(key, dst_blocks[key][part[0] // size : -(-part[1] // size)])
-            first, last = _shared_blocks(part, size, share)
+            first, last = shared_blocks(part, size, share)
             if group.shape.src_size != size:
                 mine = max(part[0], first * size), min(part[1], last * size)
                 batches.extend(_write_rows(key, group, src, dst, mine, part[1]))
@@ -320,35 +325,6 @@ def _check_ids(key: str, low: int, high: int, num_blocks: int) -> None:
         )
 
 
-def _token_range(
-    key: str, shape: BlockShape, num_src: int, num_dst: int, tokens: tuple[int, int] | None
-) -> tuple[int, int]:
-    """The positions to write; see :meth:`KVPlanner.plan`."""
-    if tokens is None:
-        if shape.src_size == shape.dst_size and num_dst < num_src:
-            raise IncompatibleError(f"{key}: prefill has {num_src} blocks, decode only {num_dst}")
-        return 0, min(num_src * shape.src_size, num_dst * shape.dst_size)
-    start, stop = tokens
-    for side, num, size in (("prefill has", num_src, shape.src_size),
-                            ("decode leased", num_dst, shape.dst_size)):  # fmt: skip
-        first, last = start // size, -(-stop // size)
-        if num < last:
-            raise IncompatibleError(
-                f"{key}: tokens {start}..{stop} need {last - first} blocks, {side} "
-                f"{max(0, num - first)}"
-            )
-    return tokens
-
-
-def _shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int, int]:
-    """First and one past the last block of a share of the blocks that ``part`` touches: by
-    position, so that ranks agree without asking."""
-    rank, ranks = share
-    first, last = part[0] // size, -(-part[1] // size)
-    count = last - first
-    return first + count * rank // ranks, first + count * (rank + 1) // ranks
-
-
 def _check_once(key: str, dst: Sequence[int]) -> None:
     real = [block for block in dst if block != NULL_BLOCK]
     if len(set(real)) != len(real):
@@ -371,10 +347,8 @@ def _write_blocks(key: str, group: _Group, src: Int64Array, dst: Int64Array) -> 
     starts = np.concatenate(([0], breaks.nonzero()[0] + 1, [len(src)]))
     runs = src[starts[:-1]], dst[starts[:-1]], starts[1:] - starts[:-1]
     return [
-        WriteBatch(
-            *regions, np.concatenate([expand_blocks(piece, src, dst, runs) for piece in pieces])
-        )
-        for regions, pieces in group.blocks.items()
+        WriteBatch(*regions, expand_blocks(tables, src, dst, runs))
+        for regions, tables in group.blocks.items()
     ]
 
 
@@ -390,6 +364,5 @@ def _write_rows(
     if not len(cuts.src):
         return []
     return [
-        WriteBatch(*regions, np.concatenate([expand_rows(piece, cuts) for piece in pieces]))
-        for regions, pieces in group.rows.items()
+        WriteBatch(*regions, expand_rows(tables, cuts)) for regions, tables in group.rows.items()
     ]

@@ -24,6 +24,10 @@ from pdcore.types import NULL_BLOCK
 Int64Array = NDArray[np.int64]
 
 
+#: (rank, size): which part of the blocks one of ``size`` context parallel ranks writes.
+Share = tuple[int, int]
+
+
 class BlockShape(NamedTuple):
     """Tokens per block on each side and the window of one manager key."""
 
@@ -53,6 +57,35 @@ class Cuts(NamedTuple):
             self.dst_token // ratio,
             -(-(self.src_token + self.num_tokens) // ratio) - first,
         )
+
+
+def token_range(
+    key: str, shape: BlockShape, num_src: int, num_dst: int, tokens: tuple[int, int] | None
+) -> tuple[int, int]:
+    """The positions to write; see :meth:`KVPlanner.plan`."""
+    if tokens is None:
+        if shape.src_size == shape.dst_size and num_dst < num_src:
+            raise IncompatibleError(f"{key}: prefill has {num_src} blocks, decode only {num_dst}")
+        return 0, min(num_src * shape.src_size, num_dst * shape.dst_size)
+    start, stop = tokens
+    for side, num, size in (("prefill has", num_src, shape.src_size),
+                            ("decode leased", num_dst, shape.dst_size)):  # fmt: skip
+        first, last = start // size, -(-stop // size)
+        if num < last:
+            raise IncompatibleError(
+                f"{key}: tokens {start}..{stop} need {last - first} blocks, {side} "
+                f"{max(0, num - first)}"
+            )
+    return tokens
+
+
+def shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int, int]:
+    """First and one past the last block of a share of the blocks that ``part`` touches: by
+    position, so that ranks agree without asking."""
+    rank, ranks = share
+    first, last = part[0] // size, -(-part[1] // size)
+    count = last - first
+    return first + count * rank // ranks, first + count * (rank + 1) // ranks
 
 
 def cut_tokens(

@@ -15,7 +15,8 @@ from pdcore.control.codec import unpack_block_ids
 from pdcore.control.messages import Handshake
 from pdcore.errors import PdcoreError
 from pdcore.fsm.effects import PostTransfer
-from pdcore.kv.plan import WHOLE, Share, lease_ranges, plan_blocks
+from pdcore.kv.plan import WHOLE, lease_ranges, plan_blocks
+from pdcore.kv.reblock import Share
 from pdcore.scheduler.setup import CoreSetup, Destination
 
 

@@ -9,10 +9,12 @@ import pytest
 from pdcore.kv.pieces import (
     BlockPiece,
     block_piece,
+    block_tables,
     expand_blocks,
     expand_rows,
     join_neighbours,
     row_piece,
+    row_tables,
 )
 from pdcore.kv.reblock import BlockShape, cut_tokens
 from pdcore.kv.slices import TokenSlice
@@ -50,18 +52,18 @@ def test_runs_become_rows_or_one_piece() -> None:
     """R79: consecutive blocks on both sides."""
     runs = ids(3), ids(5), ids(2)
     blocks = ids(3, 4), ids(5, 6)
-    dense = expand_blocks(BlockPiece(0, 0, 128, 128, 128), *blocks, runs)
+    dense = expand_blocks(block_tables([BlockPiece(0, 0, 128, 128, 128)]), *blocks, runs)
     assert dense.tolist() == [[384, 640, 256, 1, 0, 0]]
-    apart = expand_blocks(BlockPiece(0, 0, 128, 128, 256), *blocks, runs)
+    apart = expand_blocks(block_tables([BlockPiece(0, 0, 128, 128, 256)]), *blocks, runs)
     assert apart.tolist() == [[384, 1280, 128, 2, 128, 256]]
-    rows = expand_blocks(BlockPiece(0, 16, 16, 64, 128, 4, 16, 32), *blocks, runs)
+    rows = expand_blocks(block_tables([BlockPiece(0, 16, 16, 64, 128, 4, 16, 32)]), *blocks, runs)
     assert rows.tolist() == [[192, 656, 16, 8, 16, 32]]
 
 
 def test_rows_that_do_not_go_on_are_one_descriptor_per_block() -> None:
     """D29: one per block and entry, never one per token."""
     piece = BlockPiece(0, 16, 16, 192, 128, 4, 16, 32)
-    out = expand_blocks(piece, ids(3, 4), ids(5, 6), (ids(3), ids(5), ids(2)))
+    out = expand_blocks(block_tables([piece]), ids(3, 4), ids(5, 6), (ids(3), ids(5), ids(2)))
     assert out[:, 3].tolist() == [4, 4]
 
 
@@ -81,12 +83,12 @@ def test_re_blocked_rows_are_one_descriptor_per_cut(layout: str) -> None:
     cuts = cut_tokens("full", ids(2, 1), ids(3), BlockShape(4, 8), (0, 7))
     if layout == HEAD_MAJOR:
         # Heads begin 32 bytes apart here, 64 there: two heads of 4, then of 3 rows.
-        assert expand_rows(piece, cuts).tolist() == [
+        assert expand_rows(row_tables([piece]), cuts).tolist() == [
             [128, 1000 + 768 + 128, 32, 2, 32, 64],
             [64, 1000 + 768 + 128 + 32, 24, 2, 32, 64],
         ]
     else:
-        assert expand_rows(piece, cuts).tolist() == [
+        assert expand_rows(row_tables([piece]), cuts).tolist() == [
             [128, 1000 + 768 + 16, 16, 4, 16, 32],
             [64, 1000 + 768 + 16 + 128, 16, 3, 16, 32],
         ]
@@ -97,7 +99,33 @@ def test_re_blocked_rows_of_equal_length_are_plain_copies_and_merge() -> None:
     dst = attrs.evolve(WHOLE, block_size=8)
     piece = row_piece(WHOLE, dst, SAME, 0, 0, 128, 256)
     cuts = cut_tokens("full", ids(2, 3, 1), ids(4, 6), BlockShape(4, 8), (0, 12))
-    assert expand_rows(piece, cuts).tolist() == [
+    assert expand_rows(row_tables([piece]), cuts).tolist() == [
         [256, 1024, 256, 1, 0, 0],
         [128, 1536, 128, 1, 0, 0],
     ]
+
+
+def test_many_pieces_at_once_are_the_same_as_one_by_one() -> None:
+    """D29: one array operation for all of them, whatever their kinds."""
+    pieces = [
+        BlockPiece(0, 0, 128, 128, 128),
+        BlockPiece(4096, 0, 128, 128, 256),
+        BlockPiece(0, 16, 16, 64, 128, 4, 16, 32),
+        BlockPiece(0, 16, 16, 192, 128, 4, 16, 32),
+    ]
+    blocks = ids(3, 4, 7), ids(5, 6, 2)
+    runs = ids(3, 7), ids(5, 2), ids(2, 1)
+    together = expand_blocks(block_tables(pieces), *blocks, runs).tolist()
+    apart = [
+        row for p in pieces for row in expand_blocks(block_tables([p]), *blocks, runs).tolist()
+    ]
+    assert together == apart
+    dst = attrs.evolve(WHOLE, block_size=8)
+    cuts = cut_tokens("full", ids(2, 3, 1), ids(4, 6), BlockShape(4, 8), (0, 11))
+    rows = [
+        row_piece(WHOLE, dst, SAME, 0, 0, 128, 256),
+        row_piece(HALF, dst, UPPER, 0, 0, 64, 256),
+        row_piece(*(attrs.evolve(e, layout=HEAD_MAJOR) for e in (HALF, dst)), UPPER, 0, 0, 64, 256),
+    ]
+    together = expand_rows(row_tables(rows), cuts).tolist()
+    assert together == [r for p in rows for r in expand_rows(row_tables([p]), cuts).tolist()]
