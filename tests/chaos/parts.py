@@ -66,8 +66,9 @@ def free_port() -> str:
 class Parts:
     """Two prefill and two decode instances and a router, each by ``pdcore serve``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, transport: str = "auto") -> None:
         self._folder = folder
+        self._transport = transport
         self._arguments: dict[str, list[str]] = {}
         self.programs: dict[str, Program] = {}
         self.at: dict[str, Origin] = {}
@@ -90,11 +91,11 @@ class Parts:
         asyncio.run(Load(self.router, seed=0).run(_nothing, num_after=60))
         self._before = self._holdings()
 
-    @staticmethod
-    def _first_arguments(name: str) -> list[str]:
+    def _first_arguments(self, name: str) -> list[str]:
         role = name.partition("-")[0]
         bootstrap = ["--bootstrap-port", free_port()] if role == "prefill" else []
         settings = ["--num-blocks", BLOCKS, "--set", "server_config.restart_initial_s=1"]
+        settings += ["--transport", self._transport]
         return ["--role", role, "--simulated", "--port", free_port(), *bootstrap, *settings]
 
     def _launch(self, name: str, arguments: list[str]) -> None:

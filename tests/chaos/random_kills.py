@@ -276,10 +276,10 @@ class Storm:
                 self._busy.add(name)
 
 
-def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
+def run(seconds: float, seed: int, folder: Path, transport: str = "auto") -> dict[str, object]:
     """The report, as ``--json`` prints it."""
     start_s = time.monotonic()
-    parts = Parts(folder)
+    parts = Parts(folder, transport)
     try:
         storm = Storm(parts, seed)
         asyncio.run(storm.run(seconds))
@@ -292,6 +292,7 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, object]:
     return {
         "seconds": round(time.monotonic() - start_s, 1),
         "seed": seed,
+        "transport": transport,
         "faults": dict(sorted(storm.faults.items())),
         "num_faults": sum(storm.faults.values()),
         "restarts": dict(storm.restarts),
@@ -317,11 +318,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.random_kills", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are thrown")
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
+    parser.add_argument("--transport", default="auto", help="how KV moves; default auto")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given = parser.parse_args(argv)
     seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
     with tempfile.TemporaryDirectory(prefix="pdcore-chaos-") as folder:
-        report = run(given.seconds, seed, Path(folder))
+        report = run(given.seconds, seed, Path(folder), given.transport)
     print(json.dumps(report, indent=None if given.json else 2), flush=True)
     return 0 if report["is_clean"] else 1
 
