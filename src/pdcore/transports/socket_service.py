@@ -34,6 +34,8 @@ HELLO_TIMEOUT_S: Final = 2.0
 LINGER_S: Final = 600.0
 _FRAMES_PER_TURN: Final = 64
 _BYTES_PER_TURN: Final = 1 << 20
+#: Frames are sent one call each, unless they are smaller than this together.
+_BYTES_TOGETHER: Final = 1 << 16
 _DONTWAIT: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
@@ -144,13 +146,18 @@ class Service:
             link.out.extend(Vector([memoryview(reply)]) for reply in half.replies)
             half.replies.clear()
         elif isinstance(half, Outgoing):
-            while half.has_more:
+            views: list[memoryview] = []
+            size = 0
+            # Small frames share a call: a short write and its END arrive together.
+            while half.has_more and size < _BYTES_TOGETHER:
                 frame, ended = half.next_frame()
                 if ended is not None:
                     self._book.tell(ended)
                 if frame is not None:
-                    link.out.append(frame)
-                    break
+                    size += frame.left
+                    views += frame.window()
+            if views:
+                link.out.append(Vector(views))
         return bool(link.out)
 
     def _receive(self, link: Link) -> None:
