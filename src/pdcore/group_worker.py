@@ -82,19 +82,24 @@ class FollowerPort:
 
 class GroupClock:
     """The hub's clocks, as the last round told them: what has expired must be the same question
-    on every rank. Until the first round: our own."""
+    on every rank. Until the first round: our own.
 
-    def __init__(self, clock: Clock) -> None:
+    A round is heard of after it was cast, so another rank is at most that much behind the hub,
+    never ahead of it: the least of these delays is nearest to the truth. The hub's own is never
+    set back, or each round would cost the group the time for which it was open."""
+
+    def __init__(self, clock: Clock, *, is_hub: bool) -> None:
         self._clock = clock
-        self._ahead_s = 0.0
+        self._ahead_s: float | None = 0.0 if is_hub else None
         self._unix_s: float | None = None
 
     def set(self, now_s: float, unix_s: float) -> None:
-        self._ahead_s = self._clock.monotonic() - now_s
+        ahead_s = self._clock.monotonic() - now_s
+        self._ahead_s = ahead_s if self._ahead_s is None else min(self._ahead_s, ahead_s)
         self._unix_s = unix_s
 
     def monotonic(self) -> float:
-        return self._clock.monotonic() - self._ahead_s
+        return self._clock.monotonic() - (self._ahead_s or 0.0)
 
     def unix(self) -> float:
         """When the last round was cast."""
@@ -122,7 +127,7 @@ class GroupWorker(Worker):
         clock: Clock,
         group: Group,
     ) -> None:
-        shared = GroupClock(clock)
+        shared = GroupClock(clock, is_hub=group.lockstep.rank == HUB)
         super().__init__(core, runner, ports, executor, background, shared)
         self.group = group
         self._time = shared

@@ -16,7 +16,7 @@ from pdcore.engine.base import ModelRunner
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import EngineError, GroupBroken
 from pdcore.fsm.states import SenderState
-from pdcore.group_worker import GroupWorker
+from pdcore.group_worker import GroupClock, GroupWorker
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.sim.checks import unrest
 from pdcore.sim.clients import Outcome, ask
@@ -78,6 +78,51 @@ def test_an_idle_group_plays_no_rounds() -> None:
         assert len(set(before)) == 1
 
     in_world(plan_of(), scenario)
+
+
+class _Clocks:
+    """A process's clocks, that a test sets."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def unix(self) -> float:
+        return 1e9 + self.now_s
+
+
+def play_open_rounds(hub: GroupClock, other: GroupClock, clocks: list[_Clocks]) -> None:
+    """A hundred rounds, each open for 10 ms: the clock of the group must have gone on."""
+    begun_s = hub.monotonic()
+    for _ in range(100):
+        cast_s = hub.monotonic()
+        for clock in clocks:
+            clock.now_s += 0.01
+        hub.set(cast_s, 0.0)
+        other.set(cast_s, 0.0)
+        assert other.monotonic() <= hub.monotonic()
+    assert hub.monotonic() - begun_s == pytest.approx(1.0)
+    assert hub.monotonic() - other.monotonic() <= 0.0101
+
+
+def test_an_open_round_does_not_stop_the_clock_of_the_group() -> None:
+    """A request's deadline must not move by the time that rounds were open before it."""
+    clocks = [_Clocks(5.0), _Clocks(900.0)]
+    play_open_rounds(
+        GroupClock(clocks[0], is_hub=True), GroupClock(clocks[1], is_hub=False), clocks
+    )
+    clocks = [_Clocks(5.0), _Clocks(900.0)]
+
+    class Mutant(GroupClock):
+        """Sets the hub's clock back to when the round was cast, each time."""
+
+        def set(self, now_s: float, unix_s: float) -> None:
+            self._ahead_s = self._clock.monotonic() - now_s
+
+    with pytest.raises(AssertionError):
+        play_open_rounds(Mutant(clocks[0], is_hub=True), Mutant(clocks[1], is_hub=False), clocks)
 
 
 class Faulty(SimulatedRunner):
