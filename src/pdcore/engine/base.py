@@ -22,8 +22,9 @@ Allocate = Callable[[int], tuple[int, memoryview]]
 
 
 class GroupLost(EngineError):
-    """Another rank of the runner's group died, hangs or gave up in the middle of a step. This
-    runner can never run again: all ranks of the instance must be restarted."""
+    """Another rank of the runner's group died, hangs or gave up: in the middle of a step, or
+    before the group had met. This runner can never run again: all ranks of the instance must be
+    restarted. Nobody's mistake: the next start may succeed."""
 
 
 @attrs.frozen

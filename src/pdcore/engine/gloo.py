@@ -98,8 +98,9 @@ def connect(tensor_parallel: TensorParallel, identity: str) -> GlooCollective:
     """Meet the other ranks. Returns when all have come.
 
     ``identity`` says which model this rank has loaded, and how; it must be the same on all.
-    Raises EngineError when a rank does not come in time, when two processes claim one rank
-    (or the rendezvous served another start before), and for different identities.
+    Raises GroupLost when a rank does not come in time, or dies on the way: another start may
+    succeed. Raises EngineError when two processes claim one rank (or the rendezvous served
+    another start before), and for different identities.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         raise EngineError("tensor parallel ranks need a PyTorch that was built with gloo")
@@ -110,7 +111,7 @@ def connect(tensor_parallel: TensorParallel, identity: str) -> GlooCollective:
         _introduce(store, meeting, identity)
         return GlooCollective(rank, _open_group(store, meeting), _sum_options(meeting))
     except (RuntimeError, OSError) as error:
-        raise EngineError(
+        raise GroupLost(
             f"tp_rank {rank.tp_rank} of {rank.tp_size} could not meet its group at "
             f"{meeting.rendezvous}: {_first_line(error)}"
         ) from error
@@ -162,7 +163,8 @@ def _open_store(meeting: TensorParallel) -> _Store:
 
 
 def _introduce(store: _Store, meeting: TensorParallel, identity: str) -> None:
-    """Wait for every rank, and compare. Raises EngineError, or RuntimeError of the store."""
+    """Wait for every rank, and compare. Raises GroupLost or EngineError as :func:`connect`, or
+    RuntimeError of the store."""
     rank = meeting.rank
     mine = f"tp_size {rank.tp_size}, {identity}"
     if store.add(f"claims/{rank.tp_rank}", 1) != 1:
@@ -178,7 +180,7 @@ def _introduce(store: _Store, meeting: TensorParallel, identity: str) -> None:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
-        raise EngineError(
+        raise GroupLost(
             f"rendezvous {meeting.rendezvous}: tp_rank {', '.join(map(str, missing))} of "
             f"{rank.tp_size} did not come within {meeting.rendezvous_timeout_s} s; see its log"
         ) from error

@@ -49,15 +49,21 @@ def main() -> int:
         if config.cpu_cores and sys.platform == "linux":
             os.sched_setaffinity(0, config.cpu_cores)
         run(config, parent)
-    except (ConfigError, EngineError) as error:
-        _log.error("%s", error)
-        parent.report(Failed(str(error)))
-        return EXIT_USAGE
     except (PdcoreError, OSError, MemoryError) as error:
-        _log.exception("the worker ends")
+        status = exit_status(error)
+        _log.error("%s", error, exc_info=status != EXIT_USAGE)
         parent.report(Failed(str(error) or type(error).__name__))
-        return EXIT_FAILED
+        return status
     return 0
+
+
+def exit_status(error: Exception) -> int:
+    """EXIT_USAGE for a mistake that a restart would repeat; the instance gives up then. A rank
+    whose group was lost, while it met it or warmed up, made none: it is started again (D45)."""
+    from pdcore.engine.base import GroupLost
+
+    is_mistake = isinstance(error, ConfigError | EngineError) and not isinstance(error, GroupLost)
+    return EXIT_USAGE if is_mistake else EXIT_FAILED
 
 
 def run(config: WorkerConfig, parent: Parent) -> None:

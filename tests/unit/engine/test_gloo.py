@@ -212,7 +212,7 @@ def listening() -> set[str]:
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     part = Part(tp_rank=0, tp_size=3, rendezvous=f"file://{tmp_path}/m", rendezvous_timeout_s=0.2)
-    with pytest.raises(EngineError, match=r"tp_rank 1, 2 of 3 did not come within 0\.2 s"):
+    with pytest.raises(GroupLost, match=r"tp_rank 1, 2 of 3 did not come within 0\.2 s"):
         connect(tensor_parallel(part), "x")
 
 
@@ -222,14 +222,14 @@ def test_a_rank_that_dies_between_meeting_and_connecting(tmp_path: Path) -> None
     store = FileStore(f"{tmp_path}/m", 2)
     store.add("claims/1", 1)
     store.set("identities/1", "tp_size 2, x")
-    with pytest.raises(EngineError, match="tp_rank 0 of 2 could not meet its group at file:///"):
+    with pytest.raises(GroupLost, match="tp_rank 0 of 2 could not meet its group at file:///"):
         connect(tensor_parallel(mine), "x")
 
 
 def test_a_rendezvous_serves_one_start(tmp_path: Path) -> None:
     """A file of an earlier start, or two processes with one rank: never a wrong group."""
     part = Part(tp_rank=0, tp_size=2, rendezvous=f"file://{tmp_path}/m", rendezvous_timeout_s=0.2)
-    with pytest.raises(EngineError, match="did not come"):
+    with pytest.raises(GroupLost, match="did not come"):
         connect(tensor_parallel(part), "x")
     with pytest.raises(EngineError, match="another process has been tp_rank 0 here"):
         connect(tensor_parallel(part), "x")

@@ -12,8 +12,10 @@ import pytest
 from pdcore.config import InstanceConfig, ModelConfig, WorkerConfig, worker_config
 from pdcore.control.link import LeaderLink
 from pdcore.control.messages import LeaderMessage, Stop, WorkerHealth, WorkerMessage, WorkerReady
-from pdcore.server.process import EXIT_USAGE, Child, Failed, Report, spawn
-from pdcore.server.worker_main import StoppablePort
+from pdcore.engine.base import GroupLost
+from pdcore.errors import ConfigError, EngineError, GroupBroken
+from pdcore.server.process import EXIT_FAILED, EXIT_USAGE, Child, Failed, Report, spawn
+from pdcore.server.worker_main import StoppablePort, exit_status
 
 BOUND_S = 60.0
 MODULE = "pdcore.server.worker_main"
@@ -119,6 +121,25 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
         rig.link.close()
 
     run(main)
+
+
+def check_statuses(status_of: Callable[[Exception], int]) -> None:
+    for mistake in (ConfigError("num_blocks: 0"), EngineError("no such model")):
+        assert status_of(mistake) == EXIT_USAGE
+    for bad_luck in (GroupLost("tp_rank 1 died"), GroupBroken("out of step"), OSError("no memory")):
+        assert status_of(bad_luck) == EXIT_FAILED
+
+
+def test_who_lost_its_group_is_started_again() -> None:
+    """D45: a rank that is killed while the others meet it or warm up leaves them with an error
+    of the engine. It is nobody's mistake: the instance must not give up for it."""
+    check_statuses(exit_status)
+
+    def mutant(error: Exception) -> int:
+        return EXIT_USAGE if isinstance(error, ConfigError | EngineError) else EXIT_FAILED
+
+    with pytest.raises(AssertionError):
+        check_statuses(mutant)
 
 
 def test_garbage_instead_of_a_configuration() -> None:
