@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
+
 from pdcore.testing.transport_checks_process import one_piece, whole_lease
 from pdcore.testing.transport_harness import RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump

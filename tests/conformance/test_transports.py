@@ -60,16 +60,18 @@ def test_shm_again_and_again(check: str) -> None:
 @linux
 def test_torchdist_gloo() -> None:
     """torch.distributed: 30 cycles with flat descriptors, threads and memory."""
+    pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
     passes(run_conformance(RegistryHarness("torchdist", cycles=30)), "torchdist, gloo")
 
 
 @linux
 @pytest.mark.parametrize(
-    "check", ["sender_killed", "receiver_killed", "receiver_stopped", "revoke_ends_writes"]
+    "check", ["sender_killed", "receiver_killed", "partial_failure", "revoke_ends_writes"]
 )
 def test_torchdist_again_and_again(check: str) -> None:
-    """What depends on the moment of a signal, or of a revoke, ten times."""
-    for _ in range(10):
+    """What depends on the moment of a signal, or of a revoke, some times."""
+    pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
+    for _ in range(5):
         passes(run_conformance(RegistryHarness("torchdist"), only=[check]))
 
 

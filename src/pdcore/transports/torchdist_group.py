@@ -17,6 +17,8 @@ What gloo really does (torch 2.13, measured with two processes):
   short waits in turn with looking at something else;
 - the other side of a group that was dropped with a transfer under way is not woken: its
   receive waited for its own 60 s;
+- two groups connect one to the other: the side that dials a dead peer fails at once, the
+  one that listens for it waits for five times the group's time-out (15 s of 3);
 - ``is_completed()`` of a send or receive stays False until somebody waits; there is no
   cancel.
 
@@ -49,8 +51,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 BACKENDS: Final = ("gloo", "hccl")
-#: From when both sides know each other's addresses; this is milliseconds with gloo.
-BUILD_TIMEOUT_S: Final = 3.0
+#: From when both sides know each other's addresses; this is milliseconds with gloo. A peer
+#: that dies just then is noticed after so long.
+BUILD_TIMEOUT_S: Final = 2.5
+#: Of the first byte in a group that is built: an end of the peer shows in the group itself.
+GREETING_TIMEOUT_S: Final = 5.0
+#: gloo's side that listens for the other waits for this many of its time-outs.
+_GLOO_CONNECT_TIMEOUTS: Final = 5
 #: hccl exchanges addresses through the store and sets its links up in the first operation.
 HCCL_BUILD_TIMEOUT_S: Final = 60.0
 _HCCL_POLL_S: Final = 0.0002
@@ -147,7 +154,7 @@ class GlooBackend:
         if self._device is None:
             raise RuntimeError("this transport is closed")
         options = self._kind._Options()
-        options._timeout = timedelta(seconds=self.build_timeout_s)
+        options._timeout = timedelta(seconds=self.build_timeout_s / _GLOO_CONNECT_TIMEOUTS)
         options._devices = [self._device]
         options._threads = 1
         group: Group = self._kind(store, rank, 2, options)
@@ -277,10 +284,11 @@ class PairGroup:
         self._store = PrefixStore(key.hex(), relay), relay
         self._group = _guarded(lambda: backend.group(self._store[0], rank))
         greeting = Staging(1, backend.device)
+        timeout_s = max(GREETING_TIMEOUT_S, backend.build_timeout_s)
         if rank == 0:
-            self.send(greeting, 1, backend.build_timeout_s)
+            self.send(greeting, 1, timeout_s)
         else:
-            self.finish(self.post(greeting, 1), greeting, 1, backend.build_timeout_s)
+            self.finish(self.post(greeting, 1), greeting, 1, timeout_s)
 
     def send(self, staging: Staging, size_bytes: int, timeout_s: float) -> None:
         """Returns when ``staging`` may be used again. Raises GroupFailed."""

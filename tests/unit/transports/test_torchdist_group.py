@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
 
 from pdcore.errors import TransportError
+from pdcore.transports import torchdist_group
 from pdcore.transports.torchdist_group import (
     GlooBackend,
     GroupFailed,
@@ -94,8 +95,11 @@ def test_whatever_ends_the_connection_ends_the_building(backend: GlooBackend) ->
             PairGroup(backend, rank, KEY, told.tell, hear)
 
 
-def test_a_peer_that_does_not_go_on_is_a_failure_in_time(backend: GlooBackend) -> None:
-    """It told its address, and nobody is there any more: bounded by the group's time-out."""
+def test_a_peer_that_does_not_go_on_is_a_failure_in_time(
+    backend: GlooBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It told its address, and nobody is there any more: bounded by time-outs of our own."""
+    monkeypatch.setattr(torchdist_group, "GREETING_TIMEOUT_S", 0.2)
     backend.build_timeout_s = 0.2
     forth, back = Hearing(), Hearing()
 
