@@ -84,11 +84,13 @@ def test_the_parts_are_the_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_sizes", [(2, 2), (2, 3), (4, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("every", "block_sizes"), [(1, (2, 2)), (3, (2, 3)), (5, (4, 2)), (7, (1, 4))]
+)
 @pytest.mark.parametrize("index", range(PARTS))
-def test_every_configuration(index: int, block_sizes: tuple[int, int]) -> None:
-    """All of them, with equal block sizes and with others: every byte has one writer."""
-    of = sweep.chosen(part=(index, PARTS))
+def test_every_configuration(index: int, every: int, block_sizes: tuple[int, int]) -> None:
+    """All of them with equal block sizes, and many with others: every byte has one writer."""
+    of = sweep.chosen(every, part=(index, PARTS))
     tally = sweep.sweep(of, block_sizes)
     assert tally.configurations == sum(case.num_configurations for case in of)
 

@@ -363,7 +363,7 @@ def chosen(every: int = 1, part: tuple[int, int] = (0, 1)) -> list[Case]:
     return found[len(found) * index // count : len(found) * (index + 1) // count]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _every(every: int) -> list[Case]:
     found = [case for number, case in enumerate(cases()) if number % every == 0]
     return sorted(found, key=lambda c: (c.heads, c.num_layers, c.decode, c.prefill))
