@@ -71,6 +71,13 @@ class Link:
             return len(self.out) + len(self.half.replies) < MAX_REPLIES
         return True
 
+    @property
+    def has_deadline(self) -> bool:
+        """It may wait for too long, if nothing comes."""
+        if isinstance(self.half, Outgoing) and self.half.num_waiting:
+            return True
+        return self.is_mute or isinstance(self.half, Greeting)
+
     def is_stalled(self, now: float, stall_s: float) -> bool:
         """Transfers wait for the peer, and nothing has moved for ``stall_s``."""
         waits = isinstance(self.half, Outgoing) and self.half.num_waiting > 0

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.regions import RegionTable
@@ -30,7 +31,9 @@ from pdcore.transports.socket_wire import Kind, pack
 from pdcore.types import LeaseId
 
 #: How often what waits for too long is looked for, while anything could.
-_LOOK_S = 0.25
+_LOOK_S: Final = 0.25
+#: A sleep that took longer was none.
+_STOPPED_S: Final = 1.0
 
 
 class Loop:
@@ -146,15 +149,23 @@ class Loop:
         return self._poller.call(do)
 
     def _run(self) -> None:
+        pause_s: float | None = None
         try:
             while self._until is None or (len(self._book.links) and time.monotonic() < self._until):
-                pause_s = _LOOK_S if self._book.links or self._book.probes else None
-                for fd, readable, writable in self._poller.wait(pause_s):
+                slept_s = time.monotonic()
+                ready = self._poller.wait(pause_s)
+                now = time.monotonic()
+                if pause_s is not None and now - slept_s > _STOPPED_S:
+                    # Not the peers were silent: this process was stopped meanwhile.
+                    for link in self._book.links:
+                        link.moved_s += now - slept_s
+                for fd, readable, writable in ready:
                     self._ready(fd, readable, writable)
                     self._poller.run_calls()
-                now = time.monotonic()
-                self._service.expire(now, self._stall_timeout_s)
+                waits = self._service.expire(now, self._stall_timeout_s)
                 self._book.probes.expire(now)
+                is_over = self._until is not None
+                pause_s = _LOOK_S if waits or self._book.probes or is_over else None
         finally:
             # Also after a bug: everybody learns that it is over.
             self._shut()

@@ -119,9 +119,11 @@ class Service:
         if isinstance(link.half, Outgoing) and link.half.is_over and not link.out:
             self._book.mute(link)
 
-    def expire(self, now: float, stall_s: float) -> None:
-        """End what has waited for too long."""
+    def expire(self, now: float, stall_s: float) -> bool:
+        """End what has waited for too long; False when nothing waits."""
+        waits = False
         for link in self._book.links:
+            waits = waits or link.has_deadline
             age_s = now - link.moved_s
             if isinstance(link.half, Greeting):
                 if age_s > HELLO_TIMEOUT_S:
@@ -136,6 +138,7 @@ class Service:
                 self._book.links.refresh(link)
             elif link.is_mute and age_s > LINGER_S:
                 self._book.end(link, "the peer does not close the connection")
+        return waits
 
     # --- inside -------------------------------------------------------------------------
 

@@ -70,3 +70,17 @@ def test_only_transfers_that_wait_are_stalled(sock: socket.socket) -> None:
     half.add(Job(1, LeaseId(US, 1), iter(())))
     assert link.is_stalled(later, 30)
     assert not link.is_stalled(later - 2, 30)
+
+
+def test_an_idle_connection_needs_no_clock(sock: socket.socket) -> None:
+    """D46: a transport without work sleeps until something happens."""
+    half = Outgoing()
+    link = link_of(sock, half)
+    assert not link.has_deadline
+    half.add(Job(1, LeaseId(US, 1), iter(())))
+    assert link.has_deadline
+    receiver = link_of(sock, Incoming(RegionTable(), Placing(), IncomingCounts()))
+    assert not receiver.has_deadline
+    receiver.is_mute = True
+    assert receiver.has_deadline
+    assert link_of(sock, Greeting(Identity(US, b""))).has_deadline

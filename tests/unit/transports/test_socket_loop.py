@@ -6,7 +6,9 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,6 +125,35 @@ def test_a_stopped_peer_is_given_up_and_not_called_dead(harness: RegistryHarness
         assert not record.deaths
         pair.session = pair.sender.transport.connect(pair.receiver.transport.descriptor())
         finish(pair, pair.submit(lease, pair.batch((0, 0, 4096))))
+
+
+def test_a_sender_that_was_stopped_itself_does_not_blame_its_peers(
+    harness: RegistryHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that went on while this process was stopped says nothing about anybody."""
+    harness.options["stall_timeout_s"] = 2.0
+    size = 32 * MIB
+    with Pair(harness, size) as pair, Held(pair.receiver.transport) as held:
+        sender = pair.sender.transport
+        assert isinstance(sender, SocketTransport)
+        handle = pair.submit(pair.lease(), pair.batch((0, 0, size)))
+        settle(pair.sender, quiet_s=0.1)
+        wait = sender._loop._poller.wait
+        skipped = [0.0]
+
+        def stopped(timeout_s: float | None) -> list[tuple[int, bool, bool]]:
+            found = wait(timeout_s)
+            skipped[0] += 60.0
+            return found
+
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0])
+        monkeypatch.setattr(sender._loop._poller, "wait", stopped)
+        for module in (socket_loop, socket_service):
+            monkeypatch.setattr(module, "time", clock)
+        pump(pair.sender, until=lambda: skipped[0] > 180.0)
+        assert handle not in pair.sender.record.ended
+        monkeypatch.undo()
+        held.let_go()
 
 
 def test_a_session_without_work_is_never_given_up(harness: RegistryHarness) -> None:
