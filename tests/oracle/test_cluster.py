@@ -41,10 +41,10 @@ def origin(
     program.close()
 
 
-async def complete(client: HttpClient, origin: Origin, golden: dict) -> None:
+async def complete(client: HttpClient, origin: Origin, golden: dict, num_tokens: int) -> None:
     body = {
         "prompt": golden["prompt"],
-        "max_tokens": NUM_TOKENS,
+        "max_tokens": num_tokens,
         "ignore_eos": True,
         "return_token_ids": True,
         "timeout": 100,
@@ -55,16 +55,18 @@ async def complete(client: HttpClient, origin: Origin, golden: dict) -> None:
     )
     answer = json.loads(await response.read())
     assert response.status == 200, answer
-    assert answer["choices"][0]["token_ids"] == golden["tokens"][:NUM_TOKENS], golden["text"]
-    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    assert answer["choices"][0]["token_ids"] == golden["tokens"][:num_tokens], golden["text"]
+    assert answer["usage"]["completion_tokens"] == num_tokens
     assert answer["usage"]["prompt_tokens"] == len(golden["prompt"])
 
 
-async def run(origin: Origin, goldens: list[dict], at_once: int) -> None:
+async def run(
+    origin: Origin, goldens: list[dict], at_once: int, num_tokens: int = NUM_TOKENS
+) -> None:
     client = HttpClient()
     for start in range(0, len(goldens), at_once):
         group = goldens[start : start + at_once]
-        await asyncio.gather(*(complete(client, origin, golden) for golden in group))
+        await asyncio.gather(*(complete(client, origin, golden, num_tokens) for golden in group))
     await client.aclose()
 
 

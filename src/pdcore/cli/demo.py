@@ -42,6 +42,8 @@ def demo(
     decode: int = 1,
     prefill_tp: int = 1,
     decode_tp: int = 1,
+    prefill_dp: int = 1,
+    decode_dp: int = 1,
     max_tokens: int = MAX_TOKENS,
     engine: EngineFlags | None = None,
 ) -> int:
@@ -72,6 +74,10 @@ def demo(
         heads of the model: 1, 3 or 9 for the one that is built in.
     decode_tp
         The same of each decode instance; the two may differ.
+    prefill_dp
+        Data parallel groups of each prefill instance, of prefill_tp ranks each.
+    decode_dp
+        The same of each decode instance.
     max_tokens
         Longest answer in tokens.
     """
@@ -91,6 +97,8 @@ def demo(
         num_decode=decode,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
+        prefill_dp=prefill_dp,
+        decode_dp=decode_dp,
     )
     place = workplace(env)
     console = PipeConsole()

@@ -16,6 +16,8 @@ def up(
     decode: int = 1,
     prefill_tp: int = 1,
     decode_tp: int = 1,
+    prefill_dp: int = 1,
+    decode_dp: int = 1,
     yaml_file_path: Path | None = None,
     engine: EngineFlags | None = None,
 ) -> int:
@@ -53,6 +55,10 @@ def up(
         heads of the model: 1, 3 or 9 for the one that is built in.
     decode_tp
         The same of each decode instance; the two may differ.
+    prefill_dp
+        Data parallel groups of each prefill instance, of prefill_tp ranks each.
+    decode_dp
+        The same of each decode instance.
     yaml_file_path
         Settings for both roles; flags win.
     """
@@ -64,7 +70,9 @@ def up(
 
     env = load_environment()
     config = instance_config(engine or EngineFlags(), env, yaml_file_path)
-    cluster_config = ClusterConfig(config, host, port, prefill, decode, prefill_tp, decode_tp)
+    cluster_config = ClusterConfig(
+        config, host, port, prefill, decode, prefill_tp, decode_tp, prefill_dp, decode_dp
+    )
     place = workplace(env)
     console = PipeConsole()
 

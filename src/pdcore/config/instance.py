@@ -89,6 +89,8 @@ class InstanceConfig:
         Raises ConfigError naming field, value and remedy.
         """
         valid_but_not_served = (
+            ("parallel_config.cp_size", self.parallel.cp_size, 1),
+            ("parallel_config.pp_size", self.parallel.pp_size, 1),
             ("model_config.next_n", self.model.next_n, 0),
             ("model_config.exe_mode", self.model.exe_mode, "eager"),
             ("scheduler_config.cp_mini_batch", self.scheduler.cp_mini_batch, -1),
@@ -102,14 +104,6 @@ class InstanceConfig:
                     f"data_config.{name}: {text!r} names prompts to run offline, and this version "
                     "only answers requests; leave it out"
                 )
-        parallel = self.parallel
-        if parallel.world_size != parallel.attn_tp_size:
-            raise ConfigError(
-                f"parallel_config.world_size: {parallel.world_size} with attn_tp_size "
-                f"{parallel.attn_tp_size} is a valid setting, but this version serves one tensor "
-                f"parallel group per instance; set it to {parallel.attn_tp_size} (for more "
-                "throughput start more instances)"
-            )
         for name, value, served in valid_but_not_served:
             if value != served:
                 raise ConfigError(

@@ -29,6 +29,17 @@ from pdcore.server.process import EXIT_USAGE
 STOP_MARGIN_S: Final = 5.0
 
 
+#: Fields of :class:`ClusterConfig` that count something, and flags of the commands.
+_COUNTS: Final = (
+    "num_prefill",
+    "num_decode",
+    "prefill_tp",
+    "decode_tp",
+    "prefill_dp",
+    "decode_dp",
+)
+
+
 class ClusterFailed(PdcoreError):
     """A member could not start or ended by itself; the message says which, why, and where
     its log is."""
@@ -44,18 +55,26 @@ class ClusterConfig:
     port: int = 0
     num_prefill: int = 1
     num_decode: int = 1
-    #: Tensor parallel ranks of each instance, one process each.
+    #: Tensor parallel ranks of each group, one process each, and groups of each instance.
     prefill_tp: int = 1
     decode_tp: int = 1
+    prefill_dp: int = 1
+    decode_dp: int = 1
 
     def __attrs_post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "prefill_tp", "decode_tp"):
+        for name in _COUNTS:
             count = attrs.asdict(self, recurse=False)[name]
             if not 1 <= count <= 64:
                 flag = "--" + name.replace("num_", "").replace("_", "-")
                 raise ConfigError(f"{flag}: must be 1 to 64, got {count}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port: must be 0 to 65535, got {self.port}")
+
+    def sizes(self, role: str) -> tuple[int, int]:
+        """(ranks of a group, groups) of each instance of this role."""
+        if role == "prefill":
+            return self.prefill_tp, self.prefill_dp
+        return self.decode_tp, self.decode_dp
 
 
 class Cluster:
@@ -133,13 +152,14 @@ class Cluster:
 
     def _start_leader(self, role: str, index: int) -> None:
         base = self.config.instance
-        size = self.config.prefill_tp if role == "prefill" else self.config.decode_tp
+        tp_size, dp_size = self.config.sizes(role)
+        size = tp_size * dp_size
         disagg = attrs.evolve(
             base.disagg, role=role, http_port=0, bootstrap_port=0, link_port=0, node_index=0
         )
         parallel = base.parallel
         if size > 1:
-            parallel = attrs.evolve(parallel, world_size=size, attn_tp_size=size)
+            parallel = attrs.evolve(parallel, world_size=size, attn_tp_size=tp_size)
             disagg = attrs.evolve(disagg, devices_per_node=max(size, disagg.devices_per_node))
         name = f"{role}-{index}"
         folder = self._run_dir / name

@@ -58,9 +58,8 @@ def test_kv_cache_bytes_only_when_nothing_else_sizes_the_pool() -> None:
 @pytest.mark.parametrize(
     ("part", "field"),
     [
-        ({"parallel": ParallelConfig(world_size=2)}, "parallel_config.world_size"),
-        ({"parallel": ParallelConfig(world_size=2, cp_size=2)}, "parallel_config.world_size"),
-        ({"parallel": ParallelConfig(world_size=2, pp_size=2)}, "parallel_config.world_size"),
+        ({"parallel": ParallelConfig(world_size=2, cp_size=2)}, "parallel_config.cp_size"),
+        ({"parallel": ParallelConfig(world_size=2, pp_size=2)}, "parallel_config.pp_size"),
         ({"model": ModelConfig(next_n=1)}, "model_config.next_n"),
         ({"model": ModelConfig(exe_mode="ge_graph")}, "model_config.exe_mode"),
         ({"scheduler": SchedulerConfig(cp_mini_batch=2)}, "scheduler_config.cp_mini_batch"),
@@ -72,8 +71,9 @@ def test_valid_but_not_served_is_refused_at_start(part: dict[str, object], field
         InstanceConfig(**part).require_served()
 
 
-def test_one_tensor_parallel_group_is_served() -> None:
-    InstanceConfig(parallel=ParallelConfig(world_size=4, attn_tp_size=4)).require_served()
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_tensor_parallel_groups_are_served(tp_size: int) -> None:
+    InstanceConfig(parallel=ParallelConfig(world_size=4, attn_tp_size=tp_size)).require_served()
 
 
 @pytest.mark.parametrize("data", [{"dataset": "alpaca"}, {"dataset_path": "/data/prompts.json"}])

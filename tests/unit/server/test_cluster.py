@@ -153,16 +153,22 @@ async def until_served(client: HttpClient, url: str, prompt: list[int]) -> list[
                 raise
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "prefill_dp", "decode_dp"), [(2, 1, 1, 2), (2, 2, 2, 1)]
+)
 def test_groups_of_ranks_serve_and_come_back_whole(
-    tmp_path: Path, prefill_tp: int, decode_tp: int
+    tmp_path: Path, prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int
 ) -> None:
     """D1, D2, D45: a process for each rank; one that dies takes its group along, and another
     life of all of them serves the next request. The instance stays, and so do the others."""
 
     async def main() -> None:
         config = ClusterConfig(
-            attrs.evolve(INSTANCE, server=QUICK), prefill_tp=prefill_tp, decode_tp=decode_tp
+            attrs.evolve(INSTANCE, server=QUICK),
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            prefill_dp=prefill_dp,
+            decode_dp=decode_dp,
         )
         cluster = Cluster(config, tmp_path, tmp_path / "run")
         client = HttpClient()
@@ -174,13 +180,14 @@ def test_groups_of_ranks_serve_and_come_back_whole(
             assert answers == [simulated_tokens(SimulatedConfig(), p, 12) for p in prompts]
             prefill = cluster.members[0]
             former = children_of(prefill.child.pid)
-            assert len(former) == prefill_tp
+            assert len(former) == prefill_tp * prefill_dp
             os.kill(former[-1], signal.SIGKILL)
             await until(cluster, lambda: bool(prefill.problems))
             await until(cluster, lambda: not prefill.problems)
             now = children_of(prefill.child.pid)
-            assert len(now) == prefill_tp
-            assert not set(now) & set(former)
+            # The group of the dead rank, and no other.
+            assert len(now) == len(former)
+            assert len(set(now) & set(former)) == prefill_tp * (prefill_dp - 1)
             expected = simulated_tokens(SimulatedConfig(), [5, 6, 7], 12)
             assert await until_served(client, cluster.url, [5, 6, 7]) == expected
             assert leaders == {m.name: m.child.pid for m in cluster.members}
