@@ -4,7 +4,8 @@
 other requests were corrupted: 0 with the product's rules, some with quarantine switched off.
 
 On shared memory the sender's copying thread goes through a gate, which lets one chunk pass
-when told: the slow sender, without a sleep.
+when told: the slow sender, without a sleep. Over sockets the receiver's thread does: what was
+sent waits in the kernel.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from unittest import mock
 
 import attrs
@@ -37,6 +40,10 @@ from pdcore.transports.check import CopyPlan
 from pdcore.transports.copy import ByteArray, copy_pieces
 from pdcore.transports.shm import ShmTransport
 from pdcore.transports.shm_pages import PeerMemory
+from pdcore.transports.socket import SocketTransport
+from pdcore.transports.socket_incoming import Incoming, Placed
+from pdcore.transports.socket_outgoing import write_frames
+from pdcore.transports.socket_reader import FrameReader
 from pdcore.types import Incarnation
 
 #: Of a thread that should be at the gate; a hang is a failure, not a wait.
@@ -142,17 +149,68 @@ def shm_trial(seed: int) -> Trial:
     return Trial(world, gate, World.abort, close)
 
 
+def socket_trial(seed: int) -> Trial:
+    """A's client is gone while its KV is on its way, in buffers of the kernel."""
+    gate = Gate()
+    made: list[SocketTransport] = []
+    advance, finish = Incoming.advance, Incoming.finish
+
+    def make(incarnation: Incarnation, name: str) -> SocketTransport:
+        made.append(SocketTransport(incarnation, families=["unix"]))
+        return made[-1]
+
+    def gated(half: Incoming, sock: socket.socket, reader: FrameReader) -> bool:
+        gate._wait()
+        return advance(half, sock, reader)
+
+    def finish_and_tell(half: Incoming, body: bytes) -> Placed:
+        placed = finish(half, body)
+        gate.ended()
+        return placed
+
+    small = partial(write_frames, chunk_bytes=CHUNK_BYTES)
+    patches = (
+        mock.patch("pdcore.transports.socket_sender.write_frames", small),
+        mock.patch.object(Incoming, "advance", gated),
+        mock.patch.object(Incoming, "finish", finish_and_tell),
+    )
+    for patch in patches:
+        patch.start()
+
+    def close() -> None:
+        gate.open()
+        for transport in made:
+            assert transport.close() == []
+        for patch in patches:
+            patch.stop()
+
+    world = make_world(
+        model=small_model(),
+        num_blocks=NUM_BLOCKS,
+        prefill_blocks=64,
+        seed=seed,
+        transport=make,
+    )
+    return Trial(world, gate, World.abort, close)
+
+
 TRIALS: dict[str, MakeTrial] = {
     "shm": shm_trial,
+    "socket": socket_trial,
     "loopback": loopback_trial,
     "loopback, writes outlive their process": outliving_trial,
 }
 
 
 def free_on_abort(world: World) -> None:
-    """The known-bad variant: quarantine switched off, blocks go back with the answer."""
+    """The known-bad variant: quarantine switched off, blocks go back with the answer; and
+    where the receiver enforces leases, the lease stands."""
     rooms = decode_rooms(world)
     rooms.quarantine = rooms.release
+    transport = world.decode.worker.ports.transport
+    if isinstance(transport, SocketTransport):
+        transport.revoke = lambda lease: True
+        transport.release = lambda lease: None
 
 
 def run_all(

@@ -1,4 +1,4 @@
-"""A thousand trials on each transport (under a minute in all); the numbers are printed."""
+"""A thousand trials on each transport (a minute or two in all); the numbers are printed."""
 
 from __future__ import annotations
 
