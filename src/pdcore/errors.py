@@ -26,6 +26,7 @@ HTTP_STATUS: Final[dict[str, int]] = {
     "overloaded": 429,
     "internal": 500,
     "incompatible": 502,
+    "bad_gateway": 502,
     "prefill_failed": 502,
     "handshake_rejected": 502,
     "bad_metadata": 502,

@@ -40,6 +40,7 @@ FAILURES = {
     "bad_metadata": "what came with the KV cache does not fit the request",
     "transfer_failed": "the KV cache did not arrive",
     "stale_route": "the prefill instance was restarted and decode had its old route; send it again",
+    "bad_gateway": "the router could not use what an instance answered",
     "peer_lost": "an instance at the other end of the transfer died or cannot be reached",
     "worker_lost": "a worker of the instance that answers died with the request",
     "unreachable": "nobody answers at an address",

@@ -1,8 +1,7 @@
 """Which losses are worth another attempt, and which instances it should avoid. Pure.
 
 A loss is worth one when other instances could do better. What would repeat anywhere is not:
-a request that is wrong (4xx), a deadline, a cancel, an error of the model (``internal``), two
-instances that do not fit (``incompatible``). Never after a token, past the deadline or
+a request that is wrong (4xx), a deadline, a cancel, an error of the model (``internal``). Never after a token, past the deadline or
 beyond ``max_attempts``: those rules are the core's.
 
 Who is to blame is not always known: a peer that decode calls lost may be well, and the
@@ -46,6 +45,8 @@ _BY_CODE: Final = {
     "handshake_rejected": Loss((_P,), True),
     "transfer_failed": Loss((_BOTH, _P, _D), True),
     "bad_metadata": Loss((_BOTH, _P, _D), True),
+    # These two do not fit together; each may fit others.
+    "incompatible": Loss((_BOTH, _D, _P)),
     "peer_lost": Loss((_BOTH, _P, _D), True),
     "unreachable": Loss((_P,), True),
     # Nobody's fault and nothing lost: decode asks for the route anew, so the same pair will do.

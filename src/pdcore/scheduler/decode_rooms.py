@@ -37,6 +37,7 @@ from pdcore.scheduler.peers import PeeredRooms, name_of
 from pdcore.scheduler.queues import RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup
+from pdcore.scheduler.topologies import Topologies
 from pdcore.scheduler.waiting import overdue
 from pdcore.types import Failure, GenerateRequest, Incarnation, LeaseId, PeerRef, Role
 
@@ -139,6 +140,7 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
     def __init__(self, setup: CoreSetup, blocks: KVBlocks) -> None:
         super().__init__(setup, blocks)
         self.slots = MetadataSlots(setup.limits.num_metadata_slots)
+        self.topologies = Topologies(setup)
         self._endpoint = setup.endpoint()
 
     def emit(self, record: DecodeRecord, effects: Iterable[Effect] | None, now: float) -> None:
@@ -179,6 +181,10 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
         record.mark("admitted", now)
         ranges = lease_ranges(self.setup.placement, self.setup.spec, published)
         return Admission(handshake, ranges)
+
+    def refused_peers(self, now: float) -> dict[str, str]:
+        """Also the prefill instances whose layout or model does not fit this one's."""
+        return {**self.topologies.refused(now), **super().refused_peers(now)}
 
     def quarantine(self, record: DecodeRecord) -> None:
         """The client has its answer; writers may still be alive (D3)."""

@@ -15,7 +15,7 @@ from pdcore.fsm.effects import FetchTopology
 from pdcore.fsm.events import TopologyFetched
 from pdcore.scheduler.admission import AdmissionLine
 from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
-from pdcore.scheduler.topologies import Topologies, TopologyEntry
+from pdcore.scheduler.topologies import TopologyEntry
 from pdcore.types import Failure, PeerRef, RoomKey
 
 
@@ -25,7 +25,7 @@ class Preallocation:
     def __init__(self, rooms: DecodeRooms) -> None:
         self.rooms = rooms
         self.limits = rooms.limits
-        self.topologies = Topologies(rooms.setup)
+        self.topologies = rooms.topologies
         #: bootstrap address -> rooms that wait for its route.
         self.pending: dict[str, dict[RoomKey, None]] = {}
         #: Mapped, in order of arrival.

@@ -124,6 +124,14 @@ class Topologies:
             entry.refusal = failure("incompatible", f"prefill at {bootstrap}: {error}")
         return entry
 
+    def refused(self, now: float) -> dict[str, str]:
+        """Prefill instance -> why this rank cannot be its decode, as long as that is fresh."""
+        return {
+            entry.latest.instance: entry.refusal.detail
+            for entry in self.entries.values()
+            if entry.latest is not None and entry.refusal is not None and self._is_fresh(entry, now)
+        }
+
     def end(self, incarnation: Incarnation) -> None:
         """A prefill rank's life is over, by proof: until its successor has registered, the
         bootstrap server goes on naming it, and that route would be a dead end for its whole

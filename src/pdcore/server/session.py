@@ -385,5 +385,5 @@ def _checked(leg: Leg, member: Member, reply: LegReply) -> LegReply:
 
 
 def _unusable(detail: str) -> LegReply:
-    why = failure("incompatible", detail)
+    why = failure("bad_gateway", detail)
     return LegReply(why.http_status, JSON, None, error_body(why))

@@ -33,6 +33,7 @@ WORTH_IT = {
     "bad_metadata",
     "peer_lost",
     "stale_route",
+    "incompatible",
     "worker_lost",
     "unreachable",
     "unavailable",
@@ -120,6 +121,23 @@ def test_an_old_route_is_nobody_s_fault_and_the_same_pair_serves_again(
     assert plan is not None
     assert (plan.blamed, plan.delay_s) == ([], 0.0)
     assert tuple(m.target.netloc for m in plan.pair if m) == ("p0:1", "d0:1")
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "pair"),
+    [(2, 2, ("p1:1", "d1:1")), (2, 1, ("p1:1", "d0:1")), (1, 2, ("p0:1", "d1:1")), (1, 1, None)],
+)
+def test_a_pair_that_does_not_fit_is_left_for_another_one(
+    num_prefill: int, num_decode: int, pair: tuple[str, str] | None
+) -> None:
+    """D14: in a fleet of two layouts a request does not fail for the pair that was drawn."""
+    fleet = fleet_of(num_prefill, num_decode)
+    loss = loss_of(LegAnswered(1, 11, D, 502, "incompatible"))
+    for policy in OnPrefillLoss:
+        limits = RouterLimits(on_prefill_loss=policy)
+        plan = plan_retry(fleet, live_in(fleet), loss, limits, 0.0)
+        found = plan and tuple(m.target.netloc for m in plan.pair if m)
+        assert found == (pair or (("d0:1",) if policy is OnPrefillLoss.LOCAL_PREFILL else None))
 
 
 def test_the_bounds_of_another_attempt() -> None:

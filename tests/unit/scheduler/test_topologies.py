@@ -193,6 +193,9 @@ def test_d14_a_refusal_is_remembered_and_asked_again_when_it_is_old() -> None:
     assert entry.route is None
     assert entry.refusal is not None
     assert "prefill has other, decode has model" in entry.refusal.detail
+    # Routers read it in /health and choose another pair.
+    assert known.refused(10.9) == {"prefill": entry.refusal.detail}
+    assert known.refused(11.0) == {}
     assert not known.needs_fetch(AT, 10.9)
     assert known.lookup(AT, 10.9).refusal is not None
     assert known.lookup(AT, 11.0).refusal is None

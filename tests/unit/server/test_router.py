@@ -167,7 +167,7 @@ def test_a_200_that_is_no_json_object_is_a_502(play: Any) -> None:
         router = cluster.router()
         router.decode.behave = answering(200, b"<html>")
         reply = await generate(router).done()
-        assert (reply.status, reply.json()["error"]["code"]) == (502, "incompatible")
+        assert (reply.status, reply.json()["error"]["code"]) == (502, "bad_gateway")
 
     play(scene)
 
