@@ -1,8 +1,8 @@
 """Which losses are worth another attempt, and which instances it should avoid. Pure.
 
 A loss is worth one when other instances could do better. What would repeat anywhere is not:
-a request that is wrong (4xx), a deadline, a cancel, an error of the model (``internal``). Never after a token, past the deadline or
-beyond ``max_attempts``: those rules are the core's.
+a request that is wrong (4xx), a deadline, a cancel, an error of the model (``internal``). Never
+after a token, past the deadline or beyond ``max_attempts``: those rules are the core's.
 
 Who is to blame is not always known: a peer that decode calls lost may be well, and the
 connection between them broken. So a loss lists alternatives of what to avoid, best first,

@@ -118,8 +118,12 @@ def rank_unrest(rank: SimRank) -> Iterator[str]:
 
 async def not_ready(cluster: Cluster) -> bool:
     """Whether any instance, or what the router knows of it, is still coming back, or what a
-    proxy repeated still waits there for its end."""
+    proxy repeated still waits there for its end, or a queue is full of what nobody waits for
+    any more (its 429 is right, and not an answer of a world that serves again)."""
     if cluster.client.tasks:
+        return True
+    limit = cluster.site.limits.max_queued_requests
+    if any(len(rank.core.live_keys()) >= limit for rank in cluster.ranks()):
         return True
     for instance in cluster.instances.values():
         leader = instance.leader
