@@ -90,8 +90,9 @@ class _Slot:
 
 class Supervisor:
     """``start(rank)`` spawns the process of a rank; it may raise OSError, which counts as a
-    failed start. ``on_lost(rank, detail)`` is called for every death while serving,
-    ``on_progress(rank, text)`` for what a worker says it is busy with."""
+    failed start. ``on_lost(rank, detail)`` is called for every death while serving, and for
+    one that did not drain while others still do; ``on_progress(rank, text)`` for what a worker
+    says it is busy with."""
 
     def __init__(
         self,
@@ -108,6 +109,8 @@ class Supervisor:
         self._on_progress = on_progress or (lambda rank, text: None)
         self._slots = {rank: _Slot() for rank in ranks}
         self._is_stopping = False
+        #: Who is left is ended: no death is a loss any more.
+        self._is_ending = False
         #: Resolves when the instance gives up.
         self.gave_up: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
 
@@ -140,7 +143,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """End the workers that are left, now. They are not restarted."""
-        self._is_stopping = True
+        self._is_stopping = self._is_ending = True
         for slot in self._slots.values():
             if slot.child is not None:
                 slot.child.kill()
@@ -158,6 +161,7 @@ class Supervisor:
         if not tasks:
             return
         await asyncio.wait(tasks, timeout=drain_s)
+        self._is_ending = True
         children = [slot.child for slot in self._slots.values() if slot.child is not None]
         await asyncio.gather(*(c.stop(self._config.stop_timeout_s) for c in children))
         await asyncio.wait(tasks)
@@ -177,6 +181,9 @@ class Supervisor:
             # Clients read ``detail`` in errors and /health: no path of this host is in it.
             told = f"{detail} (log: {log})" if log is not None else detail
             if self._is_stopping:
+                if status != 0 and not self._is_ending:
+                    # Those that cannot drain without it must not be waited for.
+                    self._on_lost(rank, detail)
                 return
             slot.is_ready = False
             slot.deaths.died(asyncio.get_running_loop().time())

@@ -45,13 +45,20 @@ WORKER = """
 class Rig:
     """A supervisor over worker processes whose behaviour is chosen per start."""
 
-    def __init__(self, behaviours: list[str], config: ServerConfig = FAST) -> None:
+    def __init__(
+        self, behaviours: list[str], config: ServerConfig = FAST, num_ranks: int = 1
+    ) -> None:
         self.behaviours = behaviours
+        self.num_serving = 0
         self.lost: list[tuple[int, str]] = []
         self.serving = asyncio.Event()
         self.was_lost = asyncio.Event()
         self.supervisor = Supervisor(
-            self.start, [0], config, on_lost=self._on_lost, on_progress=self._on_progress
+            self.start,
+            range(num_ranks),
+            config,
+            on_lost=self._on_lost,
+            on_progress=self._on_progress,
         )
 
     def start(self, rank: int) -> Child:
@@ -66,7 +73,9 @@ class Rig:
 
     def _on_progress(self, rank: int, text: str) -> None:
         assert text == "serving"
-        self.serving.set()
+        self.num_serving += 1
+        if self.num_serving >= len(self.supervisor.pids()):
+            self.serving.set()
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +245,47 @@ def test_stop_while_waiting_for_the_next_try() -> None:
         assert rig.supervisor.pids() == {}
 
     run(main)
+
+
+async def kill_while_draining(rig: Rig, patience_s: float = BOUND_S) -> None:
+    """Two ranks of a group; the second is killed while both drain, and takes the first along."""
+    rig.supervisor.run()
+    await rig.serving.wait()
+    for rank in range(2):
+        rig.supervisor.mark_ready(rank)
+    pids = rig.supervisor.pids()
+    stopping = asyncio.ensure_future(rig.supervisor.stop(BOUND_S))
+    await asyncio.sleep(0)
+    os.kill(pids[1], signal.SIGKILL)
+    lost = asyncio.ensure_future(rig.was_lost.wait())
+    await asyncio.wait([lost, stopping], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        assert rig.lost[:1] == [(1, "killed by SIGKILL")]
+        rig.supervisor.end_stuck(0, "rank 1 of its group was lost")
+        await stopping
+        assert rig.supervisor.pids() == {}
+    finally:
+        lost.cancel()
+        rig.supervisor.kill()
+        await stopping
+
+
+def test_a_worker_that_dies_while_draining_is_told() -> None:
+    """The others of its group stand in a round that nobody closes: without the word the whole
+    drain time was waited for, and clients with it (D59)."""
+
+    async def main() -> None:
+        await kill_while_draining(Rig(["serve"], num_ranks=2))
+
+    run(main)
+
+    async def mutant() -> None:
+        rig = Rig(["serve"], num_ranks=2)
+        rig.supervisor._on_lost = lambda rank, detail: None  # as if only while serving
+        await kill_while_draining(rig, patience_s=0.2)
+
+    with pytest.raises(AssertionError):
+        run(mutant)
 
 
 def test_kill_is_immediate() -> None:
