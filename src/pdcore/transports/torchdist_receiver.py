@@ -80,22 +80,22 @@ class Desk:
 
 
 class Incoming:
-    """One caller, from its HELLO on; takes the socket over, closed if this raises OSError."""
+    """One caller, from its HELLO on. Takes the socket over, and closes it where this raises
+    OSError or RuntimeError: no descriptor, or no thread, is left for it."""
 
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self._desk = desk
-        with contextlib.ExitStack() as unless_made:
-            unless_made.callback(sock.close)
-            self._channel = Channel(sock)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            unless_made.pop_all()
         self._ringing = threading.Lock()
         self._is_closing = False
         self._incarnation: Incarnation | None = None
         self._thread = threading.Thread(target=self._run, name="pdcore-torchdist-in", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(sock.close)
+            self._channel = Channel(sock)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            unless_made.callback(os.close, self._wake)
+            self._thread.start()
+            unless_made.pop_all()
 
     def stop(self) -> None:
         """Say goodbye for our whole incarnation and end the thread; does not wait."""
@@ -317,18 +317,16 @@ class Door:
                 self._admit(self._listener.accept()[0])
             except BlockingIOError:
                 continue
-            except OSError:
-                # No descriptor is left, or the caller has gone: look again a little later.
+            except (OSError, RuntimeError):
+                # Nothing is left for a caller, or it has gone: look again a little later.
                 pause = select.poll()
                 pause.register(self._stop, select.POLLIN)
                 pause.poll(int(NO_DESCRIPTOR_PAUSE_S * 1000))
 
     def _admit(self, sock: socket.socket) -> None:
-        """Raises OSError, the socket closed, when there is no descriptor for its bell."""
+        """Raises OSError, RuntimeError: see Incoming."""
         self._links = [link for link in self._links if not link.join(0.0)]
         if len(self._links) >= MAX_LINKS:
             sock.close()
             return
-        link = Incoming(sock, self._desk)
-        self._links.append(link)
-        link.start()
+        self._links.append(Incoming(sock, self._desk))

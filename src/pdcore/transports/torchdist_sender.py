@@ -8,6 +8,7 @@ takes; a session in this state takes no more jobs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -81,7 +82,8 @@ def open_channel(
 
 class Outgoing:
     """A session. The owner's thread submits and stops; ``sizes`` are the peer's regions in
-    bytes. Takes the channel over; its thread has started when the constructor returns."""
+    bytes. Takes the channel over, unless this raises OSError or RuntimeError: no descriptor,
+    or no thread, is left for it."""
 
     def __init__(
         self,
@@ -100,15 +102,15 @@ class Outgoing:
         self._taking = threading.Lock()
         self._is_open = True
         self._farewell: Kind | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._line = Line(channel, self._wake, limits.stall_timeout_s)
         self._thread = threading.Thread(
-            target=self._run,
-            args=(backend, limits),
-            name="pdcore-torchdist-out",
-            daemon=True,
+            target=self._run, args=(backend, limits), name="pdcore-torchdist-out", daemon=True
         )
-        self._thread.start()
+        with contextlib.ExitStack() as unless_made:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            unless_made.callback(os.close, self._wake)
+            self._line = Line(channel, self._wake, limits.stall_timeout_s)
+            self._thread.start()
+            unless_made.pop_all()
 
     @property
     def is_in_doubt(self) -> bool:
@@ -262,7 +264,13 @@ class Sender:
             channel.farewell(Kind.DISCONNECT)
             channel.close()
             raise PeerGone("the peer's process is gone")
-        link = Outgoing(channel, descriptor, sizes, self._backend, self._hub, self._limits)
+        try:
+            link = Outgoing(channel, descriptor, sizes, self._backend, self._hub, self._limits)
+        except (OSError, RuntimeError) as error:
+            channel.farewell(Kind.DISCONNECT)
+            channel.close()
+            self._hub.ended(descriptor.incarnation, End.DISCONNECTED, "")
+            raise TransportError(f"this process is at its limits: {error}") from error
         self._links.append(link)
         session = PeerSession(next(self._ids), descriptor.incarnation)
         self._sessions[session.session_id] = link

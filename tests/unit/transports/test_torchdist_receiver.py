@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -245,6 +246,23 @@ def test_whoever_says_nothing_is_dropped(rig: Rig, monkeypatch: pytest.MonkeyPat
         while part := caller.recv(4096):
             said += part
     assert b"expected HELLO" in said
+
+
+def test_a_process_at_its_limits_goes_on_answering_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread for a caller: it is hung up on, and the door stays open."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with socket.create_connection((HOST, rig.door.address.port)) as caller:
+            assert caller.recv(1) == b""
+    other = rig.call()
+    other.farewell(Kind.DISCONNECT)
+    other.close()
 
 
 def test_callers_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

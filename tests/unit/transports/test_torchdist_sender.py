@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -160,6 +161,21 @@ def test_a_refusal_is_passed_on(rig: Rig) -> None:
     rig.receiver.refusal = b"not you"
     with pytest.raises(TransportError, match="the peer refused: not you"):
         rig.sender.connect(rig.receiver.descriptor)
+
+
+def test_no_thread_for_a_session_is_an_error_and_no_death(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(TransportError, match="at its limits: can't start new thread"):
+            rig.sender.connect(rig.receiver.descriptor)
+    rig.receiver.welcomed()
+    assert goodbye(rig.receiver) is End.DISCONNECTED
+    assert rig.hub.drain() == []
 
 
 def test_transfers_wait_for_the_group_off_the_loop(rig: Rig) -> None:
