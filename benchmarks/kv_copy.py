@@ -1,7 +1,7 @@
 """kv_copy: GiB/s from submit to proven arrival, against the row loop that nothing beats.
 
 64 MiB as 4,096 blocks of 16 KiB scattered on both sides, and 256 MiB in one piece. The
-receiver is another process (shm, gloo) or another endpoint (loopback). The limit is numpy
+receiver is another process (shm, socket, gloo) or another endpoint (loopback). The limit is numpy
 copying the same blocks one by one inside this process, into memory of the same kind. Beside
 it, for one piece, stands a single memcpy: it may bypass the caches, but nobody could stop it
 before it ends. Arrival is proven once before the timing, by a checksum that the receiver
@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.common import Result, check, interleave, result_of, row
 from pdcore.kv.plan import Int64Array, WriteBatch
-from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
+from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness, TransportHarness
 from pdcore.testing.transport_peer import pattern
 from pdcore.transports.base import Completion, HandleStatus, RemoteLease, Transport
 from pdcore.transports.shm import why_unavailable
@@ -96,11 +96,19 @@ def rate(started: float, rows: Int64Array) -> float:
     return float(rows[:, 2].sum()) / (1 << 30) / (time.perf_counter() - started)
 
 
+def harness_of(name: str) -> TransportHarness:
+    """Of "loopback", "shm", "socket unix" or "socket tcp"."""
+    if name == "loopback":
+        return LoopbackHarness()
+    transport, _, family = name.partition(" ")
+    return RegistryHarness(transport, **({"families": [family]} if family else {}))
+
+
 class Route:
     """A transport here, its peer elsewhere, a region of ``size`` on both sides."""
 
     def __init__(self, name: str, size: int) -> None:
-        harness = LoopbackHarness() if name == "loopback" else RegistryHarness(name)
+        harness = harness_of(name)
         self.peer = harness.peer()
         self.target = self.peer.allocate(size)
         self.transport: Transport = harness.create()
@@ -230,7 +238,9 @@ TARGETS: Mapping[tuple[str, str], float] = {
 
 
 def measure(kind: str, size: int, rows: Int64Array) -> list[Result]:
-    names = ["loopback"] + (["shm"] if why_unavailable() is None else [])
+    names = ["loopback"]
+    if why_unavailable() is None:
+        names += ["socket unix", "socket tcp", "shm"]
     with ExitStack() as stack:
         routes = {name: stack.enter_context(route(name, size)) for name in names}
         sides: Sides = {}
