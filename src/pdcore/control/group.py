@@ -24,6 +24,8 @@ from pdcore.errors import ConfigError, GroupBroken
 from pdcore.scheduler.lockstep import HUB
 
 _SECRET_BYTES: Final = 16
+#: How often a rank that waits for the others looks whether it was told to stop, in seconds.
+_LOOK_S: Final = 0.1
 _OPTIONS: Final = attrs.evolve(LINK_OPTIONS, max_message_bytes=MAX_GROUP_BYTES)
 
 
@@ -66,15 +68,18 @@ class ZmqGroupPort:
             self.close()
             raise ConfigError(f"the link of the group cannot be opened: {error}") from None
 
-    def meet(self, num_blocks: int, timeout_s: float) -> int:
+    def meet(
+        self, num_blocks: int, timeout_s: float, is_told_to_stop: Callable[[], bool] = bool
+    ) -> int:
         """Wait for all ranks of this life; the KV blocks that each of them can hold. Once,
-        before anything else. Raises GroupBroken when they have not met in time."""
+        before anything else. Raises GroupBroken when they have not met in time, and when this
+        rank was told to stop meanwhile: another one may load its model for minutes."""
         until_s = time.monotonic() + timeout_s
         if not self._is_hub:
             self.send(HUB, msgspec.msgpack.encode(_Hello(num_blocks)))
-            ((_, data),) = self._await(1, until_s)
+            ((_, data),) = self._await(1, until_s, is_told_to_stop)
             return _read_hello(data).num_blocks
-        others = self._await(self._size - 1, until_s)
+        others = self._await(self._size - 1, until_s, is_told_to_stop)
         least = min([num_blocks, *(_read_hello(data).num_blocks for _, data in others)])
         for rank in range(self._size):
             if rank != HUB:
@@ -113,15 +118,20 @@ class ZmqGroupPort:
         self._socket.close(linger=200)
         self._context.term()
 
-    def _await(self, count: int, until_s: float) -> list[tuple[int, bytes]]:
+    def _await(
+        self, count: int, until_s: float, is_told_to_stop: Callable[[], bool]
+    ) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
         while len(found) < count:
-            wait_s = until_s - time.monotonic()
-            if wait_s <= 0 or not self._socket.poll(int(wait_s * 1000) + 1):
+            wait_s = min(until_s - time.monotonic(), _LOOK_S)
+            if is_told_to_stop():
+                raise GroupBroken(f"rank {self._rank} was told to stop before its group had met")
+            if wait_s <= 0:
                 raise GroupBroken(
                     f"rank {self._rank} of the group met {len(found)} of {count} ranks in time"
                 )
-            found += self.receive()
+            if self._socket.poll(int(wait_s * 1000) + 1):
+                found += self.receive()
         return found
 
     def _sender(self, parts: list[bytes]) -> int | None:

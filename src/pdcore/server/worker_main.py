@@ -77,7 +77,7 @@ def run(config: WorkerConfig, parent: Parent) -> None:
     signal.signal(signal.SIGTERM, port.handle_signal)
     signal.signal(signal.SIGINT, port.handle_signal)
     try:
-        worker = parts.assemble(port)
+        worker = parts.assemble(port, port.is_told_to_stop)
         serve(worker, parts.announce, lambda: parent.report(Ready()))
     finally:
         left = parts.close(LINGER_S)
@@ -110,6 +110,10 @@ class StoppablePort:
 
         self._stops.append(Stop(SIGTERM_DRAIN_S))
         self._wake()
+
+    def is_told_to_stop(self) -> bool:
+        """By a signal that nobody has received yet."""
+        return bool(self._stops)
 
     def receive(self, limit: int = 256) -> list[LeaderMessage]:
         messages = self._port.receive(limit)

@@ -56,10 +56,10 @@ class WorkerParts:
     group: ZmqGroupPort | None = None
     worker: Worker | None = None
 
-    def assemble(self, port: LeaderPort) -> Worker:
+    def assemble(self, port: LeaderPort, is_told_to_stop: Callable[[], bool] = bool) -> Worker:
         """The worker around these parts. Raises ConfigError for a KV pool that is too
         small, TransportError where there is not enough memory, GroupBroken where another rank
-        of its group does not come."""
+        of its group does not come, or this one is told to stop while it waits."""
         config = self.config
         limits = effective_limits(config.limits, self.runner.max_model_len)
         sources: list[ZmqSource] = [self.channel, self.link]
@@ -67,7 +67,7 @@ class WorkerParts:
         if self.group is not None:
             sources.append(self.group)
             # Ranks that decide alike need pools of one size.
-            blocks = self.group.meet(blocks, config.ready_timeout_s)
+            blocks = self.group.meet(blocks, config.ready_timeout_s, is_told_to_stop)
         options = WorkerOptions(
             role=Role(config.role),
             instance=config.instance,

@@ -103,6 +103,16 @@ def test_a_rank_that_does_not_come_is_counted_out() -> None:
     hub.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_told_to_stop_waits_for_nobody(rank: int) -> None:
+    """D59: Ctrl-C while another rank still loads; its time to get ready may be ten minutes."""
+    port = ZmqGroupPort(fresh_link(), member(rank), 2)
+    answers = iter([False, False, True])
+    with pytest.raises(GroupBroken, match=f"rank {rank} was told to stop before"):
+        port.meet(10, 600.0, lambda: next(answers))
+    port.close()
+
+
 def test_a_rank_that_is_gone_breaks_the_group() -> None:
     with group(2) as (hub, one):
         one.close()
