@@ -7,6 +7,7 @@ that no former life knows.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,9 +25,15 @@ class GroupLinks(NamedTuple):
 
 
 class _Life:
-    def __init__(self, links: GroupLinks) -> None:
+    def __init__(self, links: GroupLinks, meeting: Path) -> None:
         self.links = links
+        self.meeting = meeting
         self.ranks: set[int] = set()
+
+    def clean(self) -> None:
+        """Ranks that end well remove the file themselves; one that is killed leaves it."""
+        with contextlib.suppress(OSError):
+            self.meeting.unlink()
 
 
 class GroupLives:
@@ -48,7 +55,8 @@ class GroupLives:
             name = secrets.token_hex(_NAME_BYTES)
             link = f"ipc://@pdcore-{name}#{secrets.token_hex(_SECRET_BYTES)}"
             meeting = self._run_dir / f"meeting-{name}"
-            life = self._current[rank // self.size] = _Life(GroupLinks(link, meeting.as_uri()))
+            links = GroupLinks(link, meeting.as_uri())
+            life = self._current[rank // self.size] = _Life(links, meeting)
         life.ranks.add(rank)
         self._life_of[rank] = life
         return life.links
@@ -58,7 +66,15 @@ class GroupLives:
         were told already: one of them went first."""
         life = self._life_of.pop(rank, None)
         group = rank // self.size
-        if life is None or self._current.get(group) is not life:
+        if life is None:
             return []
-        del self._current[group]
-        return sorted(life.ranks - {rank})
+        is_first = self._current.get(group) is life
+        if is_first:
+            del self._current[group]
+        life.clean()  # also for the later ones: they may have made it anew
+        return sorted(life.ranks - {rank}) if is_first else []
+
+    def close(self) -> None:
+        """No process is left."""
+        for life in self._life_of.values():
+            life.clean()

@@ -269,6 +269,7 @@ class Leader:
         drain_s = self.config.server.drain_s
         self.dispatcher.drain(drain_s)
         await self.supervisor.stop(drain_s)
+        self._groups.close()
         self.dispatcher.stop()
 
     def _spawn(self, rank: int) -> Child:

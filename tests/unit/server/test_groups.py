@@ -51,3 +51,28 @@ def test_a_rank_that_dies_while_the_new_life_starts_ends_that_one(tmp_path: Path
     assert lives.lost(0) == []
     assert lives.lost(1) == [], "it was of the former life"
     assert lives.join(0) == lives.join(1)
+
+
+def test_the_places_where_former_lives_met_are_removed(tmp_path: Path) -> None:
+    """A rank that is killed leaves its file, and an instance lives for months."""
+    lives = GroupLives(2, tmp_path)
+
+    def meet() -> Path:
+        links = lives.join(0)
+        assert links is not None
+        assert lives.join(1) == links
+        place = tmp_path / links.rendezvous.rpartition("/")[2]
+        place.touch()
+        return place
+
+    former = meet()
+    assert lives.lost(0) == [1]
+    assert list(tmp_path.iterdir()) == []
+    former.touch()  # by the other rank, before it was ended
+    assert lives.lost(1) == []
+    assert list(tmp_path.iterdir()) == []
+    now = meet()
+    assert lives.lost(3) == []
+    assert list(tmp_path.iterdir()) == [now]
+    lives.close()
+    assert list(tmp_path.iterdir()) == []
