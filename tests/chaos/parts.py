@@ -41,7 +41,15 @@ LANES = 12
 
 #: A death in mid-request: somebody noticed and said so.
 LOST = frozenset(
-    {"ok", "peer_lost", "worker_lost", "unreachable", "unavailable", "transfer_failed"}
+    {
+        "ok",
+        "peer_lost",
+        "stale_route",
+        "worker_lost",
+        "unreachable",
+        "unavailable",
+        "transfer_failed",
+    }
 )
 #: Silence is only ever told by time.
 SILENT = LOST | {"deadline_exceeded"}
@@ -64,11 +72,13 @@ def free_port() -> str:
 
 
 class Parts:
-    """Two prefill and two decode instances and a router, each by ``pdcore serve``."""
+    """Two prefill and two decode instances and a router, each by ``pdcore serve``; the
+    instances with ``tp_size`` tensor parallel ranks each."""
 
-    def __init__(self, folder: Path, transport: str = "auto") -> None:
+    def __init__(self, folder: Path, transport: str = "auto", tp_size: int = 1) -> None:
         self._folder = folder
         self._transport = transport
+        self._tp_size = tp_size
         self._arguments: dict[str, list[str]] = {}
         self.programs: dict[str, Program] = {}
         self.at: dict[str, Origin] = {}
@@ -95,7 +105,9 @@ class Parts:
         role = name.partition("-")[0]
         bootstrap = ["--bootstrap-port", free_port()] if role == "prefill" else []
         settings = ["--num-blocks", BLOCKS, "--set", "server_config.restart_initial_s=1"]
-        settings += ["--transport", self._transport]
+        settings += ["--transport", self._transport, "--devices-per-node", str(self._tp_size)]
+        for field in ("world_size", "attn_tp_size"):
+            settings += ["--set", f"parallel_config.{field}={self._tp_size}"]
         return ["--role", role, "--simulated", "--port", free_port(), *bootstrap, *settings]
 
     def _launch(self, name: str, arguments: list[str]) -> None:
@@ -220,7 +232,7 @@ class Parts:
 
     def _foreign(self) -> set[tuple[str, int]]:
         """(part, inode) of segments that a part maps and no living worker owns."""
-        owned = {self._own_segment(name) for name in INSTANCES}
+        owned = {inode for name in INSTANCES for inode in self._own_segments(name)}
         return {
             (name, inode)
             for name in self.programs
@@ -228,12 +240,11 @@ class Parts:
             if inode not in owned
         }
 
-    def _own_segment(self, name: str) -> int:
-        """Of the one whose descriptor it holds: peers only map it."""
-        for fd in Path(f"/proc/{self.pid(f'{name} worker')}/fd").iterdir():
-            if "pdcore-kv" in os.readlink(fd):
-                return fd.stat().st_ino
-        return 0
+    def _own_segments(self, name: str) -> set[int]:
+        """Of each worker the one whose descriptor it holds: peers only map it."""
+        workers = children()[self.programs[name].pid]
+        fds = [fd for worker in workers for fd in Path(f"/proc/{worker}/fd").iterdir()]
+        return {fd.stat().st_ino for fd in fds if "pdcore-kv" in os.readlink(fd)}
 
     def expect_whole(self) -> None:
         """Up; every block of every pool free, none quarantined, held, leased or draining; no

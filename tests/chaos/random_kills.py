@@ -221,7 +221,8 @@ class Storm:
         leader = self._parts.programs[name].pid
         if not worker:
             return leader
-        return next(iter(children().get(leader, ())), None)
+        workers = sorted(children().get(leader, ()))
+        return self._rng.choice(workers) if len(workers) > 1 else next(iter(workers), None)
 
     async def _kill(self, victim: str, pid: int) -> None:
         name, _, worker = victim.partition(" ")
@@ -276,10 +277,12 @@ class Storm:
                 self._busy.add(name)
 
 
-def run(seconds: float, seed: int, folder: Path, transport: str = "auto") -> dict[str, object]:
+def run(
+    seconds: float, seed: int, folder: Path, transport: str = "auto", tp_size: int = 1
+) -> dict[str, object]:
     """The report, as ``--json`` prints it."""
     start_s = time.monotonic()
-    parts = Parts(folder, transport)
+    parts = Parts(folder, transport, tp_size)
     try:
         storm = Storm(parts, seed)
         asyncio.run(storm.run(seconds))
@@ -293,6 +296,7 @@ def run(seconds: float, seed: int, folder: Path, transport: str = "auto") -> dic
         "seconds": round(time.monotonic() - start_s, 1),
         "seed": seed,
         "transport": transport,
+        "tp_size": tp_size,
         "faults": dict(sorted(storm.faults.items())),
         "num_faults": sum(storm.faults.values()),
         "restarts": dict(storm.restarts),
@@ -319,11 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are thrown")
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
     parser.add_argument("--transport", default="auto", help="how KV moves; default auto")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks of each instance; default 1")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given = parser.parse_args(argv)
     seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
     with tempfile.TemporaryDirectory(prefix="pdcore-chaos-") as folder:
-        report = run(given.seconds, seed, Path(folder), given.transport)
+        report = run(given.seconds, seed, Path(folder), given.transport, given.tp_size)
     print(json.dumps(report, indent=None if given.json else 2), flush=True)
     return 0 if report["is_clean"] else 1
 
