@@ -65,10 +65,12 @@ def build_pair(backend: GlooBackend) -> tuple[PairGroup, PairGroup]:
         return sender, receiver.result(SOON_S)
 
 
-def test_bytes_go_from_staging_to_staging(backend: GlooBackend) -> None:
-    """More messages than one, of several sizes, each posted for its own size."""
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_bytes_go_from_staging_to_staging(backend: GlooBackend, device: str) -> None:
+    """More messages than one, of several sizes, each posted for its own size. Named with an
+    index, staging is a tensor of its own, filled and emptied as on an NPU."""
     sender, receiver = build_pair(backend)
-    mine, theirs = Staging(1 << 16, "cpu"), Staging(1 << 16, "cpu")
+    mine, theirs = Staging(1 << 16, device), Staging(1 << 16, device)
     rng = np.random.default_rng(3)
     for size in (1, 1 << 16, 1000):
         mine.host[:size] = rng.integers(0, 256, size, np.uint8)
