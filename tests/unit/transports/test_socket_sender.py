@@ -128,3 +128,27 @@ def test_the_secret_never_crosses_the_wire(monkeypatch: pytest.MonkeyPatch) -> N
         finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64)), notify=b"n"))
     assert any(b"PDSO" in frame for frame in said)
     assert KEY.encode() not in b"".join(said)
+
+
+@pytest.mark.parametrize(("family", "turns"), [("unix", 1000), ("tcp", 200)])
+def test_a_thousand_sessions_leave_nothing(family: str, turns: int) -> None:
+    """G7, beside a session that stays: connect, write, disconnect."""
+    with Pair(RegistryHarness("socket", families=[family])) as pair:
+        sessions_leave_nothing(pair, turns)
+
+
+def sessions_leave_nothing(pair: Pair, turns: int) -> None:
+    lease, descriptor = pair.lease(), pair.receiver.transport.descriptor()
+    stays = pair.session
+    before = Footprint.now()
+    for turn in range(turns):
+        pair.session = sender(pair).connect(descriptor)
+        handle = pair.submit(lease, pair.batch((0, 0, 64)))
+        if turn % 2:
+            finish(pair, handle)
+        sender(pair).disconnect(pair.session)
+    record = pair.sender.record
+    pump(pair.sender, pair.receiver, until=lambda: len(record.quiesced) == turns)
+    pump(pair.sender, pair.receiver, until=lambda: Footprint.now() == before)
+    pair.session = stays
+    finish(pair, pair.submit(lease, pair.batch((0, 0, 64))))
