@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import attrs
@@ -29,7 +30,13 @@ from pdcore.control.ballots import (
     decode_group,
     encode_group,
 )
-from pdcore.control.messages import LeaderMessage, WorkerHealth, WorkerMessage, WorkerReady
+from pdcore.control.messages import (
+    LeaderMessage,
+    Submit,
+    WorkerHealth,
+    WorkerMessage,
+    WorkerReady,
+)
 from pdcore.engine.base import ModelRunner
 from pdcore.errors import CodecError, GroupBroken, failure
 from pdcore.executor import Executor
@@ -41,6 +48,11 @@ log = logging.getLogger(__name__)
 
 #: A round that is open for longer is a reason why this rank is not ready.
 SLOW_ROUND_S: Final = 2.0
+
+#: Of the leader's messages, what one ballot brings along; the rest comes with the next. A round
+#: holds those of all ranks and is one message itself (MAX_GROUP_BYTES): a greater one would
+#: never arrive.
+MAX_NEWS_BYTES: Final = 16 << 20
 
 
 class GroupPort(Protocol):
@@ -174,6 +186,7 @@ class GroupWorker(Worker):
         self.core.tick(now)
         self._flush(now)
         vector, state = self.group.voting.vector, self._round
+        count = how_many(state.messages, MAX_NEWS_BYTES)
         ballot = Ballot(
             round=lockstep.round,
             rank=lockstep.rank,
@@ -182,11 +195,11 @@ class GroupWorker(Worker):
             failures=list(vector.failures) if vector is not None else [],
             now_s=now,
             unix_s=self._time.local_unix(),
-            messages=state.messages,
+            messages=state.messages[:count],
             step=None if state.step is None else _outcome(state.step),
             is_drained=self._is_drained,
         )
-        state.messages = []
+        del state.messages[:count]
         state.cast_s = self._time.local()
         state.was_drained = ballot.is_drained
         self._send(lockstep.cast(ballot))
@@ -294,6 +307,16 @@ class _Round:
     cast_s: float = 0.0
     was_drained: bool = False
     has_given_up: bool = False
+
+
+def how_many(messages: Sequence[LeaderMessage], max_bytes: int) -> int:
+    """Of these, in their order, that fit; one at least. Only prompts are large."""
+    num_bytes = 0
+    for count, message in enumerate(messages):
+        num_bytes += len(message.prompt) if isinstance(message, Submit) else 0
+        if num_bytes > max_bytes:
+            return max(1, count)
+    return len(messages)
 
 
 def _outcome(done: StepCompleted) -> StepDone:

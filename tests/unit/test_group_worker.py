@@ -11,12 +11,15 @@ from collections.abc import Callable
 import attrs
 import pytest
 
-from pdcore.control.messages import LeaderMessage, Submit
+from pdcore import group_worker
+from pdcore.control.ballots import Ballot
+from pdcore.control.messages import LeaderMessage, Stop, Submit, SubmitSampling
 from pdcore.engine.base import ModelRunner
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import EngineError, GroupBroken
 from pdcore.fsm.states import SenderState
-from pdcore.group_worker import GroupClock, GroupWorker
+from pdcore.group_worker import GroupClock, GroupWorker, how_many
+from pdcore.scheduler.lockstep import Outgoing
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.sim.checks import unrest
 from pdcore.sim.clients import Outcome, ask
@@ -26,7 +29,7 @@ from pdcore.sim.plan import Plan, Request, WorldOptions, make_plan
 from pdcore.sim.rank import SimRank
 from pdcore.sim.site import Parts
 from pdcore.sim.world import in_world
-from pdcore.types import Batch, StepOutput
+from pdcore.types import Batch, RoomKey, StepOutput
 from pdcore.worker import Worker
 
 REQUEST = Request(0, 0.0, "/v1/completions", (5, 6, 7, 8, 9), 6, False, 5.0, None, None)
@@ -78,6 +81,50 @@ def test_an_idle_group_plays_no_rounds() -> None:
         assert len(set(before)) == 1
 
     in_world(plan_of(), scenario)
+
+
+def test_a_ballot_brings_what_fits_and_the_next_one_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests gather while a round is open, a gigabyte of prompts at worst; a round is one
+    message, and one that is too large for the link never arrives: the group would hang."""
+    monkeypatch.setattr(group_worker, "MAX_NEWS_BYTES", 40)
+    brought: list[int] = []
+
+    def watch(worker: Worker) -> None:
+        if isinstance(worker, GroupWorker) and worker.group.lockstep.rank == 0:
+            cast = worker.group.lockstep.cast
+
+            def counted(ballot: Ballot) -> Outgoing:
+                brought.append(sum(isinstance(one, Submit) for one in ballot.messages))
+                return cast(ballot)
+
+            vars(worker.group.lockstep)["cast"] = counted
+
+    async def scenario(cluster: Cluster) -> None:
+        outcomes = await burst(cluster, 8)
+        assert all(outcome.is_ok for outcome in outcomes), outcomes
+        await pass_time(3.0)
+        assert unrest(cluster) == []
+
+    in_world(plan_of(), scenario, Parts(on_worker=watch))
+    assert sum(brought) == 16
+    assert max(brought) == 1, "a prompt of six tokens is longer than half of what fits"
+
+
+def test_order_is_kept_and_one_always_goes() -> None:
+    def submit(num_bytes: int) -> Submit:
+        sampling = SubmitSampling(4, 0, 0.0, 1.0, 0, None, (), False, False, 0)
+        return Submit(
+            RoomKey(1, 1), "r", bytes(num_bytes), sampling, 5.0, 5.0, "b", "p", "d", 0, None
+        )
+
+    messages: list[LeaderMessage] = [Stop(1.0), submit(40), submit(40), Stop(2.0), submit(400)]
+    assert how_many(messages, 80) == 4
+    assert how_many(messages, 79) == 2
+    assert how_many(messages[4:], 79) == 1
+    assert how_many(messages, 1000) == 5
+    assert how_many([], 0) == 0
 
 
 class _Clocks:
