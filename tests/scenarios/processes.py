@@ -21,12 +21,15 @@ START_S = 60.0
 
 
 class Program:
-    """``pdcore ARGUMENTS`` in a process of its own. What it prints is read by a thread, so
-    that it never waits for us."""
+    """``pdcore ARGUMENTS`` in a process of its own, in the network namespace ``host`` if one is
+    named. What it prints is read by a thread, so that it never waits for us."""
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str] | None = None, host: str = ""
+    ) -> None:
+        place = ["ip", "netns", "exec", host] if host else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdcore.cli", *arguments],
+            [*place, sys.executable, "-m", "pdcore.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
