@@ -73,7 +73,7 @@ def test_corners(case: Case) -> None:
 
 
 #: Each is far below the time at which a test counts as hanging.
-PARTS = 16
+PARTS = 32
 
 
 def test_the_parts_are_the_whole() -> None:
