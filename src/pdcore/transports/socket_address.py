@@ -214,20 +214,9 @@ def reachable(home: Home, here: Origin) -> list[Address]:
     return found
 
 
-def dial(home: Home, here: Origin, deadline: float) -> socket.socket:
-    """Connect to the first address that answers, until ``deadline`` (monotonic).
-
-    Raises PeerGone when nobody listens there, or nobody answers in time; TransportError when
-    none of the addresses can be tried from here.
-    """
-    *others, last = reachable(home, here)
-    for address in others:
-        with contextlib.suppress(PeerGone):
-            return _dial(address, deadline)
-    return _dial(last, deadline)
-
-
-def _dial(address: Address, deadline: float) -> socket.socket:
+def dial(address: Address, deadline: float) -> socket.socket:
+    """Connect until ``deadline`` (monotonic). Raises PeerGone when nobody listens there, or
+    nobody answers in time; TransportError for what is no address."""
     family, at = target_of(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 import time
 from collections.abc import Sequence
 
@@ -12,13 +14,13 @@ from pdcore.transports.base import Completion, HandleStatus, PeerSession, Remote
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.socket_address import Origin, decode_home, dial
+from pdcore.transports.socket_address import Address, Origin, decode_home, dial, reachable
 from pdcore.transports.socket_greeting import Identity, greet
 from pdcore.transports.socket_links import Link, Told
 from pdcore.transports.socket_loop import Loop
 from pdcore.transports.socket_outgoing import MAX_JOBS, Ended, Job, Outgoing, write_frames
 from pdcore.transports.socket_reader import FrameReader
-from pdcore.transports.socket_wire import FROM_RECEIVER, MAX_PAYLOAD_BYTES
+from pdcore.transports.socket_wire import FROM_RECEIVER, MAX_PAYLOAD_BYTES, Welcome
 from pdcore.transports.socket_witness import open_proof
 from pdcore.types import Incarnation
 
@@ -50,11 +52,16 @@ class Sender:
         home = decode_home(target, descriptor.blob)
         number = next(self._ids)
         oldest = self._oldest(target, number)
-        sock = dial(home, self._here, deadline)
+        *others, last = reachable(home, self._here)
+        for address in others:
+            # Whatever keeps us out there (another user's AF_UNIX) may not elsewhere.
+            with contextlib.suppress(TransportError):
+                opened = self._open(address, descriptor, (number, oldest), deadline)
+                break
+        else:
+            opened = self._open(last, descriptor, (number, oldest), deadline)
+        sock, welcome = opened
         try:
-            welcome = greet(sock, self._me, target, (number, oldest), deadline)
-            if not descriptor.regions.items() <= welcome.regions.items():
-                raise TransportError("stale descriptor: it names regions the peer does not have")
             pidfd = open_proof(self._here, home.origin)
         except TransportError:
             sock.close()
@@ -65,6 +72,23 @@ class Sender:
         self._loop.adopt(link, pidfd, oldest)
         self._sessions[number] = link
         return PeerSession(number, target)
+
+    def _open(
+        self,
+        address: Address,
+        descriptor: EndpointDescriptor,
+        numbers: tuple[int, int],
+        deadline: float,
+    ) -> tuple[socket.socket, Welcome]:
+        sock = dial(address, deadline)
+        try:
+            welcome = greet(sock, self._me, descriptor.incarnation, numbers, deadline)
+            if not descriptor.regions.items() <= welcome.regions.items():
+                raise TransportError("stale descriptor: it names regions the peer does not have")
+        except TransportError:
+            sock.close()
+            raise
+        return sock, welcome
 
     def disconnect(self, session: PeerSession) -> None:
         link = self._sessions.pop(session.session_id, None)

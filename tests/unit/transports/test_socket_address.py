@@ -71,8 +71,8 @@ def test_what_can_be_seen_from_here() -> None:
         at.decode_origin(b"short")
 
 
-def dial(*found: Address, there: Origin = HERE) -> socket.socket:
-    return at.dial(Home(there, found), HERE, soon())
+def dial(address: Address) -> socket.socket:
+    return at.dial(address, soon())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=has_ipv6)])
@@ -105,20 +105,13 @@ def test_unix_tells_who_calls() -> None:
             assert at.credentials(sock)[1] == os.geteuid()
 
 
-def test_the_nearest_address_is_taken_first_and_skipped_from_another_network() -> None:
-    near, unix = at.listen_unix()
-    far, tcp = at.listen_tcp("127.0.0.1")
+def test_the_nearest_address_comes_first_and_is_none_from_another_network() -> None:
+    unix, tcp = Address(UNIX, "name"), Address(TCP, "127.0.0.1", 1)
     elsewhere = attrs.evolve(HERE, network=99)
-    with near, far:
-        with dial(unix, tcp) as sock:
-            assert sock.family == socket.AF_UNIX
-        with dial(unix, tcp, there=elsewhere) as sock:
-            assert sock.family == socket.AF_INET
-        with pytest.raises(TransportError, match="give it a TCP address"):
-            dial(unix, there=elsewhere)
-        near.close()
-        with dial(unix, tcp) as sock:
-            assert sock.family == socket.AF_INET
+    assert at.reachable(Home(HERE, (unix, tcp)), HERE) == [unix, tcp]
+    assert at.reachable(Home(elsewhere, (unix, tcp)), HERE) == [tcp]
+    with pytest.raises(TransportError, match="give it a TCP address"):
+        at.reachable(Home(elsewhere, (unix,)), HERE)
 
 
 def test_nobody_there() -> None:
@@ -145,7 +138,7 @@ def test_a_full_backlog_is_not_waited_for() -> None:
         address = Address(UNIX, name[1:].decode())
         # One waits in a backlog of none.
         with dial(address), pytest.raises(PeerGone, match="does not answer"):
-            at.dial(Home(HERE, (address,)), HERE, time.monotonic() + 0.05)
+            at.dial(address, time.monotonic() + 0.05)
 
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])

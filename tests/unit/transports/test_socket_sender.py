@@ -12,7 +12,7 @@ from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_checks_growth import Footprint
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump
-from pdcore.transports import socket_sender
+from pdcore.transports import socket_sender, socket_service
 from pdcore.transports.base import PeerSession
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.socket import SocketTransport
@@ -152,3 +152,16 @@ def sessions_leave_nothing(pair: Pair, turns: int) -> None:
     pump(pair.sender, pair.receiver, until=lambda: Footprint.now() == before)
     pair.session = stays
     finish(pair, pair.submit(lease, pair.batch((0, 0, 64))))
+
+
+def test_who_is_kept_out_of_af_unix_comes_in_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of two users, on one host: the nearest address is not theirs."""
+    monkeypatch.setattr(socket_service, "credentials", lambda sock: (1, os.geteuid() + 1))
+    with Pair(RegistryHarness("socket")) as pair:
+        link = sender(pair)._sender._sessions[pair.session.session_id]
+        assert link.sock.family == socket.AF_INET
+        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
+    monkeypatch.undo()
+    with Pair(RegistryHarness("socket")) as pair:
+        link = sender(pair)._sender._sessions[pair.session.session_id]
+        assert link.sock.family == socket.AF_UNIX

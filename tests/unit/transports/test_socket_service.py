@@ -55,7 +55,8 @@ def receiver(pair: Pair) -> SocketTransport:
 def call(pair: Pair) -> socket.socket:
     """A raw connection to the receiver."""
     mine = decode(receiver(pair).descriptor(), "socket")
-    return dial(decode_home(mine.incarnation, mine.blob), this_origin(), time.monotonic() + 5)
+    (address,) = decode_home(mine.incarnation, mine.blob).addresses
+    return dial(address, time.monotonic() + 5)
 
 
 def welcomed(pair: Pair) -> socket.socket:
