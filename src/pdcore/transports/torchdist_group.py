@@ -27,7 +27,7 @@ there, never without a bound, and never on the worker's loop.
 
 HCCL comes through torch_npu: asynchronous on a stream, where ``is_completed()`` asks the
 event of the operation and ``wait()`` would block nothing but the stream. Its communicator
-is made by the first operation, which blocks until the other side's first: ``build``
+is made by the first operation, which blocks until the other side's first: a new PairGroup
 exchanges one byte, so that this happens there.
 """
 
