@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 #: A round that is open for longer is a reason why this rank is not ready.
 SLOW_ROUND_S: Final = 2.0
+#: Nothing that a rank does between two rounds takes so long: something was lost, and the group
+#: must not stay unready for ever while all of its processes look alive.
+MAX_ROUND_S: Final = 120.0
 
 #: Of the leader's messages, what one ballot brings along; the rest comes with the next. A round
 #: holds those of all ranks and is one message itself (MAX_GROUP_BYTES): a greater one would
@@ -156,6 +159,8 @@ class GroupWorker(Worker):
             self._send(lockstep.receive(sender, _read(data)))
         self._cast_if_wanted(now)
         ballots = lockstep.take_round()
+        if ballots is None and lockstep.has_cast:
+            self._expect_end_of_round()
         if ballots is not None:
             has_run = self._play(ballots)
             if has_run or self._is_stopped:
@@ -176,6 +181,12 @@ class GroupWorker(Worker):
             health.problems.append(f"waits for rank {ranks} of its group for {waited_s:.0f} s")
         return health
 
+    def _expect_end_of_round(self) -> None:
+        open_s = self._time.local() - self._round.cast_s
+        if open_s > MAX_ROUND_S:
+            missing = ", ".join(map(str, self.group.lockstep.missing))
+            raise GroupBroken(f"rank {missing} did not join a round within {MAX_ROUND_S:g} s")
+
     # --- a round --------------------------------------------------------------------------
 
     def _cast_if_wanted(self, now: float) -> None:
@@ -193,6 +204,7 @@ class GroupWorker(Worker):
             ids_hash=vector.ids_hash if vector is not None else -1,
             votes=bytes(vector.votes) if vector is not None else b"",
             failures=list(vector.failures) if vector is not None else [],
+            tokens=list(vector.tokens) if vector is not None else [],
             now_s=now,
             unix_s=self._time.local_unix(),
             messages=state.messages[:count],

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 import attrs
+import msgspec
 import pytest
 
 from pdcore import group_worker
@@ -17,10 +18,12 @@ from pdcore.control.messages import LeaderMessage, Stop, Submit, SubmitSampling
 from pdcore.engine.base import ModelRunner
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import EngineError, GroupBroken
+from pdcore.fsm.events import StepCompleted
 from pdcore.fsm.states import SenderState
-from pdcore.group_worker import GroupClock, GroupWorker, how_many
+from pdcore.group_worker import MAX_ROUND_S, GroupClock, GroupWorker, how_many
 from pdcore.scheduler.lockstep import Outgoing
 from pdcore.scheduler.prefill import PrefillCore
+from pdcore.scheduler.prefill_rooms import PrefillRecord
 from pdcore.sim.checks import unrest
 from pdcore.sim.clients import Outcome, ask
 from pdcore.sim.cluster import Cluster
@@ -303,3 +306,47 @@ def test_a_killed_rank_takes_its_group_along_and_another_life_serves() -> None:
         assert set(states) <= {SenderState.DONE}
 
     in_world(plan_of(), scenario)
+
+
+def test_a_first_token_that_differs_between_ranks_costs_its_request_only() -> None:
+    """D16, D18: one prefill rank says another token than its group."""
+
+    def lying(worker: Worker) -> None:
+        if worker.core.setup.me.rank == 1 and isinstance(worker.core, PrefillCore):
+            complete = worker.core._complete_step
+            told = iter([1])
+
+            def other_token(event: StepCompleted, now: float) -> None:
+                complete(event, now)
+                for record in worker.core.rooms.records.values():
+                    assert isinstance(record, PrefillRecord)
+                    token = record.sender.first_token
+                    if token is not None and next(told, None):
+                        wrong = (token.output_token_id + 1) % 900
+                        record.sender.first_token = msgspec.structs.replace(
+                            token, output_token_id=wrong
+                        )
+
+            vars(worker.core)["_complete_step"] = other_token
+
+    async def scenario(cluster: Cluster) -> None:
+        outcomes = await burst(cluster)
+        assert sum(not outcome.is_ok for outcome in outcomes) == 1
+        (bad,) = [outcome for outcome in outcomes if not outcome.is_ok]
+        assert bad.code == "bad_metadata", bad
+        await pass_time(3.0)
+        assert unrest(cluster) == []
+
+    in_world(plan_of(), scenario, Parts(on_worker=lying))
+
+
+def test_a_round_that_never_ends_breaks_the_group() -> None:
+    """Whatever keeps a rank from it: the others do not wait for ever, the group is restarted."""
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.site.loop.stop_process(ranks(cluster, "p0")[1].process)
+        await ask(cluster, REQUEST)
+        await pass_time(MAX_ROUND_S + 5.0)
+
+    with pytest.raises(GroupBroken, match="did not join a round within 120 s"):
+        in_world(plan_of(), scenario)

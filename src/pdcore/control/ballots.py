@@ -35,7 +35,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True):
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True, tag="ballot"):
     """``votes`` holds one small number per id that all ranks hold, in one order; ``ids_hash``
-    covers ids and committed states; ``failures``: place in the vector, and why it failed here.
+    covers ids and committed states; ``failures``: place in the vector, and why it failed here;
+    ``tokens``: place, and the first token that was received here.
     ``now_s`` and ``unix_s`` are the sender's clocks: the hub's are the group's. ``messages`` are
     those of the leader that arrive with this round. ``is_drained``: nothing is left here that
     would keep the group from its end."""
@@ -45,6 +46,7 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, tag="ballot"):
     ids_hash: int
     votes: bytes
     failures: list[tuple[int, Failure]]
+    tokens: list[tuple[int, int]]
     now_s: float
     unix_s: float
     messages: list[LeaderMessage]

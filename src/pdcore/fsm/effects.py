@@ -97,13 +97,15 @@ class ForgetPeer(Effect, frozen=True, gc=False):
 class ReduceVotes(Effect, frozen=True, gc=False):
     """One vector per tick (architecture, section 9): MIN over the group. ``ids_hash``
     detects ranks that no longer hold the same ids. ``failures``: (place in the vector, why) of
-    what failed on this rank, so that all ranks of a group end it for the same reason. Answered
-    by ``VotesReduced``."""
+    what failed on this rank, so that all ranks of a group end it for the same reason. ``tokens``:
+    (place, first token) of what is received here: all ranks must go on with the same one.
+    Answered by ``VotesReduced``."""
 
     sequence: int
     ids_hash: int
     votes: tuple[int, ...]
     failures: tuple[tuple[int, Failure], ...] = ()
+    tokens: tuple[tuple[int, int], ...] = ()
 
 
 class ReportAccepted(Effect, frozen=True, gc=False):

@@ -154,6 +154,9 @@ class SenderFacts:
             return READY if self.is_handshaken else NOT_READY
         return READY if self.can_start else NOT_READY
 
+    def received_token(self) -> None:
+        """Prefill's ranks agree on tokens in their engine's step."""
+
     @property
     def is_handshaken(self) -> bool:
         return bool(self.legs) and len(self.legs) >= self.num_required

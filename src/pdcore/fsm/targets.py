@@ -222,6 +222,11 @@ class ReceiverReplies(ReceiverFacts):
 
     __slots__ = ()
 
+    def received_token(self) -> int | None:
+        """Of the record, when all of it is here."""
+        record = self.record if self.state is S.TRANSFERRING and self.is_locally_done else None
+        return None if record is None else record.output_token_id
+
     def unanswered(self) -> list[Effect]:
         out: list[Effect] = []
         if self.state is S.TRANSFERRING and self.failure is None:

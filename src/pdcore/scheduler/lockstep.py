@@ -17,6 +17,7 @@ from pdcore.control.ballots import Ballot, Begin, Closed, GroupMessage, StepDone
 from pdcore.errors import GroupBroken, failure
 from pdcore.fsm.effects import ReduceVotes
 from pdcore.fsm.events import StepCompleted, VotesReduced
+from pdcore.fsm.legs import FAILED
 from pdcore.types import Failure, StepOutput
 
 #: The hub's place in a group; it is linked to every other rank.
@@ -145,12 +146,24 @@ class Voting:
         first = ballots[0]
         if any((b.ids_hash, len(b.votes)) != (first.ids_hash, len(first.votes)) for b in ballots):
             return VotesReduced(mine.sequence, mine.votes, diverged=True)
-        votes = self.merge([b.votes for b in ballots])
+        votes = list(self.merge([b.votes for b in ballots]))
         failures: dict[int, Failure] = {}
+        tokens: dict[int, int] = {}
+        for ballot in ballots:
+            for place, token in ballot.tokens:
+                if tokens.setdefault(place, token) != token:
+                    # Each rank has it from another prefill rank. One request fails, and not the
+                    # batch in which these ranks would go on with different tokens (D18).
+                    votes[place] = FAILED
+                    failures[place] = failure(
+                        "bad_metadata",
+                        f"the ranks of prefill sampled different first tokens: {tokens[place]} "
+                        f"and {token}",
+                    )
         for ballot in ballots:
             for place, why in ballot.failures:
                 failures.setdefault(place, why)
-        return VotesReduced(mine.sequence, votes, failures=tuple(failures.items()))
+        return VotesReduced(mine.sequence, tuple(votes), failures=tuple(failures.items()))
 
 
 def merge_steps(own: StepOutput | None, steps: Sequence[StepDone | None]) -> StepCompleted | None:

@@ -32,6 +32,10 @@ class VotingEntity(Protocol):
 
     def vote(self) -> int: ...
 
+    def received_token(self) -> int | None:
+        """What a rank that votes LOCALLY_DONE would go on with, where that is its own word."""
+        ...
+
     def unanswered(self) -> Sequence[Effect]: ...
 
 
@@ -102,8 +106,10 @@ class VoteBook(Generic[R]):
             return
         failed = ((i, entity.failure) for i, entity in enumerate(entities) if votes[i] == FAILED)
         failures = tuple((i, why) for i, why in failed if why is not None)
+        received = ((i, entity.received_token()) for i, entity in enumerate(entities))
+        tokens = tuple((i, token) for i, token in received if token is not None)
         digest = hash_states(keys, entities)
-        self.out.append(ReduceVotes(self._sequence, digest, votes, failures))
+        self.out.append(ReduceVotes(self._sequence, digest, votes, failures, tokens))
 
     def failures_of(self, reduced: VotesReduced) -> Iterator[tuple[R, Failure]]:
         """What failed on any rank of the group, and why: tell the records before their outcome,

@@ -46,6 +46,7 @@ from pdcore.server.process import (
     Progress,
     Ready,
     Report,
+    describe_exit,
     spawn,
 )
 from pdcore.server.serve import AppServer, bind, port_of
@@ -312,9 +313,11 @@ class Leader:
         layout = self._ranks.config.layout
         self._ranks.lose(layout.route_key(layout.coordinates(rank)), self._clock.monotonic())
         self.dispatcher.on_lost(rank, detail)
-        for other in self._groups.lost(rank):
-            # It stands in a round or a step that can never end.
-            self.supervisor.end_stuck(other, f"rank {rank} of its group was lost")
+        others = self._groups.lost(rank)
+        if detail != describe_exit(0):  # else they drained together, and say their last words
+            for other in others:
+                # It stands in a round or a step that can never end.
+                self.supervisor.end_stuck(other, f"rank {rank} of its group was lost")
         self._report_changes()
 
     def _on_stuck(self, rank: int) -> None:

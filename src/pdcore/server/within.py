@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Generator
-from functools import partial
+from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Within(Generic[T]):
         cancelling = task.cancelling()
         timer = loop.call_at(self._when_s, self._expire, task)
         try:
-            return (yield from _go_on(waits_for, inner))
+            return (yield from _Begun(waits_for, inner))
         except asyncio.CancelledError as error:
             # The same rule as asyncio.Timeout: only a cancellation that is ours alone counts.
             if self._settle(task, cancelling):
@@ -69,20 +69,25 @@ class Within(Generic[T]):
         task.cancel()
 
 
-def _go_on(waits_for: object, inner: Generator[object, object, T]) -> Generator[object, object, T]:
-    """``yield from inner``, which has begun already and waits for its first."""
-    while True:
-        try:
-            sent = yield waits_for
-        except BaseException as error:
-            if isinstance(error, GeneratorExit):
-                inner.close()
-                raise
-            step = partial(inner.throw, error)
-        else:
-            step = partial(inner.send, sent)
-        try:
-            waits_for = step()
-        except StopIteration as done:
-            value: T = done.value
-            return value
+class _Begun(Generator[object, object, T]):
+    """A generator that has begun already and waits for ``first``, to be delegated to from here."""
+
+    def __init__(self, first: object, inner: Generator[object, object, T]) -> None:
+        self._first: list[object] = [first]
+        self._inner = inner
+
+    def send(self, value: object) -> object:
+        return self._first.pop() if self._first else self._inner.send(value)
+
+    def throw(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: object = None,
+        tb: TracebackType | None = None,
+    ) -> object:
+        if isinstance(typ, BaseException):
+            return self._inner.throw(typ)
+        return self._inner.throw(typ, val, tb)
+
+    def close(self) -> None:
+        self._inner.close()

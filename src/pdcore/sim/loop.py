@@ -307,9 +307,8 @@ class SimLoop(_Calls):
                         call.place.run(function, *call.parameters)
                     elif not process.is_dead:
                         process.held.append(call)
-            except BaseException:
-                self._queue[:0] = left
-                raise
+            finally:
+                self._queue[:0] = left  # those that were not reached, if one raised
 
     def _jump(self) -> None:
         """Go on at the time of the next timer."""

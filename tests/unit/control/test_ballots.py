@@ -25,6 +25,7 @@ BALLOT = Ballot(
     (1 << 63) - 1,
     b"\0\1\2",
     [(0, failure("internal", "first"))],
+    [(2, 17)],
     1.5,
     1e9,
     [Abort(RoomKey(1, 2), "x", True), Stop(2.0)],

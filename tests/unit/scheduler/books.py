@@ -22,11 +22,15 @@ class Entity:
     def __init__(self, vote: int = 1) -> None:
         self.state = State.GOES_ON
         self.failure: Failure | None = None
+        self.token: int | None = None
         self.answer = vote
         self.open: list[Effect] = []
 
     def vote(self) -> int:
         return self.answer
+
+    def received_token(self) -> int | None:
+        return self.token
 
     def unanswered(self) -> Sequence[Effect]:
         return self.open

@@ -23,7 +23,17 @@ def ballot(
     ids_hash: int = 0,
 ) -> Ballot:
     return Ballot(
-        lockstep.round, lockstep.rank, ids_hash, votes, [], 0.0, 0.0, messages or [], None, False
+        lockstep.round,
+        lockstep.rank,
+        ids_hash,
+        votes,
+        [],
+        [],
+        0.0,
+        0.0,
+        messages or [],
+        None,
+        False,
     )
 
 
@@ -135,9 +145,9 @@ def test_it_is_told_for_whom_a_rank_waits() -> None:
         (1, 2, Closed(1, [])),
         (HUB, 1, Begin(1)),
         (HUB, 1, Closed(1, [])),
-        (HUB, 1, Ballot(3, 1, 0, b"", [], 0.0, 0.0, [], None, False)),
-        (HUB, 1, Ballot(1, 2, 0, b"", [], 0.0, 0.0, [], None, False)),
-        (1, 2, Ballot(1, 2, 0, b"", [], 0.0, 0.0, [], None, False)),
+        (HUB, 1, Ballot(3, 1, 0, b"", [], [], 0.0, 0.0, [], None, False)),
+        (HUB, 1, Ballot(1, 2, 0, b"", [], [], 0.0, 0.0, [], None, False)),
+        (1, 2, Ballot(1, 2, 0, b"", [], [], 0.0, 0.0, [], None, False)),
     ],
 )
 def test_who_is_out_of_step_breaks_the_group(rank: int, sender: int, message: GroupMessage) -> None:
@@ -171,7 +181,7 @@ def test_a_group_has_two_ranks_or_more(rank: int, size: int) -> None:
 
 def votes(*vectors: tuple[int, bytes]) -> list[Ballot]:
     return [
-        Ballot(1, rank, ids, vector, [], 0.0, 0.0, [], None, False)
+        Ballot(1, rank, ids, vector, [], [], 0.0, 0.0, [], None, False)
         for rank, (ids, vector) in enumerate(vectors)
     ]
 
@@ -244,3 +254,19 @@ def test_the_first_rank_s_reason_counts() -> None:
     outcome = voting.outcome(ballots)
     assert outcome is not None
     assert dict(outcome.failures) == {1: WHY, 0: late}
+
+
+def test_ranks_that_received_different_first_tokens_fail_that_request_alone() -> None:
+    """D18, D16: each decode rank has its token from another prefill rank. Going on with two
+    would fail the batch of everybody else at the next step."""
+    voting = Voting()
+    voting.reduce(ReduceVotes(5, 9, (2, 2)))
+    ballots = votes((9, bytes([2, 2])), (9, bytes([2, 2])))
+    for ballot, token in zip(ballots, (7, 8), strict=True):
+        ballot.tokens.extend([(0, token), (1, 5)])
+    outcome = voting.outcome(ballots)
+    assert outcome is not None
+    assert outcome.votes == (0, 2)
+    ((place, why),) = outcome.failures
+    assert (place, why.code) == (0, "bad_metadata")
+    assert "7 and 8" in why.detail
