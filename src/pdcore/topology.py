@@ -215,9 +215,15 @@ def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
         )
     if prefill.transport and decode.transport and prefill.transport != decode.transport:
         raise _mismatch("transport", prefill.transport, decode.transport, "choose one for both")
-    if dict(prefill.block_sizes) != dict(decode.block_sizes):
+    is_staged = max(prefill.pp_size, decode.pp_size) > 1
+    if prefill.block_sizes.keys() != decode.block_sizes.keys() and not is_staged:
+        # The sizes may differ (:mod:`pdcore.kv.reblock`), the manager keys may not; a stage
+        # has those of its own layers.
         raise _mismatch(
-            "block_sizes", dict(prefill.block_sizes), dict(decode.block_sizes), "must be equal"
+            "block_sizes",
+            dict(prefill.block_sizes),
+            dict(decode.block_sizes),
+            "both must have the same manager keys",
         )
     for name in ("kv_cache_dtype", "layout_digest", "fingerprint"):
         ours, theirs = attrs.asdict(decode)[name], attrs.asdict(prefill)[name]

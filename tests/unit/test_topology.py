@@ -158,7 +158,7 @@ def test_equal_instances_are_compatible() -> None:
 @pytest.mark.parametrize(
     ("side", "change", "message"),
     [
-        ("decode", {"block_sizes": {"full": 32}}, r"prefill has \{'full': 16\}, decode has"),
+        ("decode", {"block_sizes": {"win": 16}}, r"prefill has \{'full': 16\}, decode has"),
         ("decode", {"kv_cache_dtype": "int8"}, "prefill has bfloat16, decode has int8"),
         ("decode", {"layout_digest": "bbbb"}, "prefill has aaaa, decode has bbbb"),
         ("decode", {"fingerprint": "eeee"}, "prefill has ffff, decode has eeee"),
@@ -190,6 +190,7 @@ def test_what_differs_is_named_with_both_values(
         {"max_prefill_tokens": 0},
         {"max_prefill_tokens": 4096},
         {"cp_size": 4},
+        {"block_sizes": {"full": 32}},
         {"tp_size": 8},
         {"protocol_max": 5},
     ],

@@ -165,6 +165,10 @@ PeerMessage = (
 )
 
 
+#: Manager key -> tokens per block.
+BlockSizes = dict[Name, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]]
+
+
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What prefill must know of a decode rank to write into it. Sent inside Handshake.
 
@@ -183,6 +187,8 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     regions: tuple[Sequence63, ...]
     offsets: tuple[Sequence63, ...]
     block_strides: tuple[Sequence63, ...]
+    #: Manager key -> tokens per block; empty: as prefill's.
+    block_sizes: BlockSizes = {}
 
 
 #: Messages in one frame: a loop iteration must stay short whoever sends.
@@ -334,9 +340,7 @@ class RankRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     pp_rank: Count = 0
     rank_ip: Name
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    block_sizes: Annotated[
-        dict[Name, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], msgspec.Meta(min_length=1)
-    ]
+    block_sizes: Annotated[BlockSizes, msgspec.Meta(min_length=1)]
     kv_cache_dtype: Name
     max_prefill_tokens: Count = 0
     #: 32 hex digits of the 128-bit incarnation.

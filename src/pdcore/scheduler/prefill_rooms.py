@@ -290,11 +290,12 @@ class PrefillInbox:
         """More block ids than the longest prompt has: parking it would be a stranger's memory
         on our account (habit 8)."""
         setup = self.rooms.setup
-        sizes = setup.spec.block_sizes
-        return message.blocks.keys() != sizes.keys() or any(
-            len(message.blocks[key]) > 4 * (setup.max_model_len // size + 1)
-            for key, size in sizes.items()
-        )
+        # Decode's blocks may be as small as a token, and decode may have more layers than this
+        # stage, with managers of their own.
+        is_stage = bool(setup.spec.model_digest)
+        return (not is_stage and message.blocks.keys() != setup.spec.block_sizes.keys()) or sum(
+            map(len, message.blocks.values())
+        ) > 4 * (setup.max_model_len + 1) * max(1, len(setup.spec.block_sizes))
 
     def _problem(self, record: PrefillRecord, payload: HandshakeFrom, now: float) -> Failure | None:
         """Why this handshake cannot be served, or None (D14, D19, D25, section 2)."""

@@ -13,6 +13,7 @@ from pdcore.control.codec import (
 )
 from pdcore.control.messages import Endpoint
 from pdcore.errors import IncompatibleError
+from pdcore.kv.layout import seen_from
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.topology import InstanceProfile, ParallelLayout
 from pdcore.types import PeerRef
@@ -79,6 +80,7 @@ class CoreSetup:
                 regions=place.regions,
                 offsets=place.offsets,
                 block_strides=place.block_strides,
+                block_sizes=self.spec.block_sizes,
             )
         )
 
@@ -103,20 +105,15 @@ def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
     ):
         if ours != theirs:
             raise IncompatibleError(f"{name}: prefill has {ours}, decode has {theirs}")
-    by_name = {e.name: e for e in setup.spec.entries}
-    if set(endpoint.entry_names) != by_name.keys():
-        raise IncompatibleError("entry names: decode does not list the entries prefill has")
-    entries = tuple(
-        attrs.evolve(
-            by_name[name],
-            num_heads=max(1, by_name[name].total_num_heads // endpoint.tp_size),
-        )
-        for name in endpoint.entry_names
+    placement = KVPlacement(
+        endpoint.num_blocks, endpoint.regions, endpoint.offsets, endpoint.block_strides
     )
-    return Destination(
-        KVCacheSpec(entries, endpoint.tp_size, endpoint.tp_rank),
-        KVPlacement(
-            endpoint.num_blocks, endpoint.regions, endpoint.offsets, endpoint.block_strides
-        ),
-        endpoint.transport_descriptor,
+    spec, placement = seen_from(
+        setup.spec,
+        endpoint.entry_names,
+        placement,
+        endpoint.tp_size,
+        endpoint.tp_rank,
+        endpoint.block_sizes,
     )
+    return Destination(spec, placement, endpoint.transport_descriptor)

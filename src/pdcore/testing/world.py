@@ -75,6 +75,8 @@ class RankOptions:
     num_blocks: int
     limits: CoreLimits
     make_transport: MakeTransport
+    #: Tokens per block where it is not the model's.
+    block_size: int | None = None
 
 
 @attrs.define(eq=False)
@@ -225,11 +227,13 @@ def make_world(
     manual: bool = False,
     revocation: Revocation = Revocation.SENDER_ACK,
     transport: MakeTransport | None = None,
+    decode_block_size: int | None = None,
 ) -> World:
     """One prefill and one decode rank over loopback. ``stepped`` leaves the fabric to the
     caller (``world.fabric.step``), so that writes land when the test says so; ``manual``
     leaves it every control frame (``world.network.deliver``, ``drop``, ``duplicate``).
-    ``transport``: what moves KV instead of loopback; nothing then steps the fabric."""
+    ``transport``: what moves KV instead of loopback; nothing then steps the fabric.
+    ``decode_block_size``: tokens per block of decode, where they are not prefill's."""
     clock = ManualClock(start_s=1000.0)
     network = MemoryNetwork(clock, faults, seed=seed, manual=manual)
     fabric = LoopbackFabric(stepped=stepped)
@@ -242,7 +246,8 @@ def make_world(
 
     for role in (Role.PREFILL, Role.DECODE):
         blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
-        options = RankOptions(role, blocks, limits or CoreLimits(), transport or loopback)
+        size = decode_block_size if role is Role.DECODE and decode_block_size else None
+        options = RankOptions(role, blocks, limits or CoreLimits(), transport or loopback, size)
         world.ranks[role.value] = _make_rank(world, options)
     return world
 
@@ -253,8 +258,9 @@ def _make_rank(world: World, options: RankOptions) -> Rank:
     name = options.role.value
     incarnation = Incarnation(world.rng.randbytes(16))
     memory: dict[int, memoryview] = {}
+    size = options.block_size or world.model.block_size
     worker = build_worker(
-        _WatchedRunner(world.model, memory),
+        _WatchedRunner(attrs.evolve(world.model, block_size=size), memory),
         options.make_transport(incarnation, name),
         TcpNamed(world.network.channel(name), name),
         port,
