@@ -82,7 +82,7 @@ def test_environment_fills_what_no_flag_says(tmp_path: Path) -> None:
         (attrs.evolve(SIMULATED, set_=("disagg.host=a",)), "disagg is not a section"),
         (attrs.evolve(SIMULATED, set_=("model_config.dtype=[",)), "not a YAML value"),
         (attrs.evolve(SIMULATED, set_=("model_config.dtyp=a",)), "did you mean `dtype`"),
-        (attrs.evolve(SIMULATED, set_=("parallel_config.world_size=2",)), "serves one tensor"),
+        (attrs.evolve(SIMULATED, set_=("model_config.next_n=1",)), "serves only 0"),
         (attrs.evolve(SIMULATED, batch_size=0), "flags: scheduler_config.batch_size must be"),
     ],
 )
