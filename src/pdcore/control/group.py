@@ -9,6 +9,7 @@ said to it. Messages are bounded by what a round can hold: one ballot a rank.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Final
@@ -99,15 +100,7 @@ class ZmqGroupPort:
 
     def receive(self) -> list[tuple[int, bytes]]:
         self._owner.check()
-        found: list[tuple[int, bytes]] = []
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return found
-            sender = self._sender(parts)
-            if sender is not None:
-                found.append((sender, parts[-1]))
+        return self._take(math.inf)
 
     def poll_interest(self) -> tuple[Socket, int]:
         """For :class:`pdcore.control.zmq.Poller`."""
@@ -131,7 +124,21 @@ class ZmqGroupPort:
                     f"rank {self._rank} of the group met {len(found)} of {count} ranks in time"
                 )
             if self._socket.poll(int(wait_s * 1000) + 1):
-                found += self.receive()
+                # No more than that: the hub may begin its first round before we look.
+                found += self._take(count - len(found))
+        return found
+
+    def _take(self, limit: float) -> list[tuple[int, bytes]]:
+        """At most ``limit`` messages, in order; the others stay where they are."""
+        found: list[tuple[int, bytes]] = []
+        while len(found) < limit:
+            try:
+                parts = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            sender = self._sender(parts)
+            if sender is not None:
+                found.append((sender, parts[-1]))
         return found
 
     def _sender(self, parts: list[bytes]) -> int | None:

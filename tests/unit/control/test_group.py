@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import zmq
 
@@ -93,6 +94,21 @@ def test_a_stranger_is_not_heard() -> None:
     assert heard(hub, 1) == [(1, b"it is me")]
     nobody.close(linger=0)
     for port in (hub, stranger, friend):
+        port.close()
+
+
+def test_a_hub_that_begins_at_once_loses_nothing() -> None:
+    """Its first word may be there together with the answer to the introduction."""
+    link = fresh_link()
+    hub, one = ZmqGroupPort(link, member(0), 2), ZmqGroupPort(link, member(1), 2)
+    one.send(0, msgspec.msgpack.encode([80]))
+    assert hub.meet(100, BOUND_S) == 80
+    hub.send(1, b"begin")
+    # Both messages are on their way before it looks for the first.
+    assert Poller([one]).wait(BOUND_S)
+    assert one.meet(80, BOUND_S) == 80
+    assert heard(one, 1) == [(0, b"begin")]
+    for port in (hub, one):
         port.close()
 
 
