@@ -79,7 +79,8 @@ class Memory:
 def steady(turns: int, *watched: Watched) -> Iterator[None]:
     """What runs inside leaves descriptors, threads and segments as they were, in a moment at
     the latest, and no memory that grows with ``turns``. Raises AssertionError."""
-    before, memory = Footprint.now(), Memory.now()
+    # The memory first: it collects what others left, whose descriptors are not ours to miss.
+    memory, before = Memory.now(), Footprint.now()
     yield
     pump(*watched, until=lambda: Footprint.now() == before, what=f"{before} again")
     after = Memory.now()
