@@ -225,7 +225,8 @@ class Dispatcher:
                 "or name the attempt it replaces"
             )
         here = self.history.get(request.key, self._clock.monotonic())
-        if here:
+        # In flight though the room names another: that one replaced it, and may be over.
+        if here or request.key in self._pending:
             raise RoomInUse(f"attempt {attempt} of bootstrap_room {room} was dispatched before")
         if here is False:
             raise Refused(failure("cancelled", "cancelled before it arrived"))

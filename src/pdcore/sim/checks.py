@@ -120,6 +120,14 @@ async def not_ready(cluster: Cluster) -> bool:
     """Whether any instance, or what the router knows of it, is still coming back, or what a
     proxy repeated still waits there for its end, or a queue is full of what nobody waits for
     any more (its 429 is right, and not an answer of a world that serves again)."""
+    try:
+        stats = await _router_stats(cluster)
+    except HttpError:
+        return True
+    if any(one.health != "Up" for one in (*stats.prefill_backends, *stats.decode_backends)):
+        return True
+    # Last, for nothing may come in between: the moment a stopped leader goes on, it is handed
+    # all that the others had given up meanwhile.
     if cluster.client.tasks:
         return True
     limit = cluster.site.limits.max_queued_requests
@@ -129,11 +137,9 @@ async def not_ready(cluster: Cluster) -> bool:
         leader = instance.leader
         if leader is None or instance.rank is None or leader.dispatcher.workers.problems():
             return True
-    try:
-        stats = await _router_stats(cluster)
-    except HttpError:
-        return True
-    return any(one.health != "Up" for one in (*stats.prefill_backends, *stats.decode_backends))
+        if leader.dispatcher.num_pending >= limit:
+            return True
+    return False
 
 
 class _Backend(msgspec.Struct):

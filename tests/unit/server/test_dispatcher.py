@@ -321,6 +321,25 @@ def test_one_room_has_one_live_request_unless_it_is_replaced() -> None:
     world.dispatcher.submit(world.request(5, 9))
 
 
+def test_a_dispatch_that_was_replaced_and_comes_again_does_not_take_its_own_place() -> None:
+    """D7: its client is gone behind a connection that broke without a word, so it is still in
+    flight when what replaced it is over; a proxy then repeats it. Its first handler waited for
+    ever: nothing led to it any more. Seed 3000195 of `verify cluster`."""
+
+    async def play() -> None:
+        world = World()
+        first = world.dispatcher.submit(world.request(5, 7))
+        world.dispatcher.submit(world.request(5, 8, replaces=7))
+        world.finish(RoomKey(5, 8), "length")
+        with pytest.raises(RoomInUse, match="dispatched before"):
+            world.dispatcher.submit(world.request(5, 7))
+        world.finish(RoomKey(5, 7), "length")
+        assert first.has_ended
+        assert world.dispatcher.num_pending == 0
+
+    run(play())
+
+
 def test_late_and_foreign_results_are_dropped_and_counted() -> None:
     """R39: a result after the end, or of a rank that never had the request."""
 
