@@ -41,18 +41,15 @@ from pdcore.transports.socket_address import (
     TCP,
     UNIX,
     Home,
-    Origin,
     encode_home,
     free_port,
-    listen_tcp,
-    listen_unix,
     this_origin,
 )
 from pdcore.transports.socket_auth import check_secret
 from pdcore.transports.socket_bell import Inbox
 from pdcore.transports.socket_greeting import Identity
 from pdcore.transports.socket_links import NoteCame, Told
-from pdcore.transports.socket_loop import Loop
+from pdcore.transports.socket_loop import Bind, Loop
 from pdcore.transports.socket_outgoing import Ended
 from pdcore.transports.socket_sender import Sender
 from pdcore.transports.socket_table import MAX_TOLD
@@ -116,7 +113,7 @@ class SocketTransport:
         if reason is not None:
             raise TransportError(reason)
         here = this_origin()
-        self._bind = _Bind(here, tuple(families), host, advertise, port)
+        self._bind = Bind(here, tuple(families), host, advertise, port)
         self.incarnation = incarnation
         self.caps = attrs.evolve(CAPS, cross_host=TCP in self._bind.families)
         key = check_secret(None if secret is None else secret.encode())
@@ -218,44 +215,6 @@ class SocketTransport:
         left = self._sender.unsettled(self._inbox.peek())
         self._regions.clear()
         return left
-
-
-@attrs.define
-class _Bind:
-    """Where a transport listens, once it speaks with anybody."""
-
-    here: Origin
-    families: tuple[str, ...]
-    host: str
-    advertise: str | None
-    port: int
-    is_listening: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        unknown = set(self.families) - {UNIX, TCP}
-        if unknown or not self.families:
-            raise TransportError(
-                f"families must be one or both of {UNIX!r} and {TCP!r}, got {self.families!r}"
-            )
-
-    def begin(self, me: Identity, loop: Loop) -> None:
-        """Listen, and say so in what we tell of ourselves. Idempotent. Raises TransportError."""
-        if self.is_listening:
-            return
-        found = []
-        try:
-            if UNIX in self.families:
-                found.append(listen_unix())
-            if TCP in self.families:
-                found.append(listen_tcp(self.host, self.advertise, self.port))
-        except TransportError:
-            for listener, _ in found:
-                listener.close()
-            raise
-        loop.listen([listener for listener, _ in found])
-        home = Home(self.here, tuple(address for _, address in found))
-        me.home = encode_home(me.incarnation, home)
-        self.is_listening = True
 
 
 def _memory(size_bytes: int) -> memoryview:

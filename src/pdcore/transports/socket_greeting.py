@@ -46,11 +46,13 @@ class StaleTarget(TransportError):
 @attrs.define
 class Identity:
     """Who we are to others. ``home``: an encoded Home, replaced once we listen. ``secret``
-    None: anybody who reaches us and knows our incarnation is answered."""
+    None: anybody who reaches us and knows our incarnation is answered. ``extra``: told to
+    everybody who is welcomed, of a transport that is built upon this one."""
 
     incarnation: Incarnation
     home: bytes
     secret: bytes | None = attrs.field(default=None, repr=False)
+    extra: bytes = attrs.field(default=b"", repr=False)
 
 
 class Greeting:
@@ -82,7 +84,7 @@ class Greeting:
                 if secret is not None
                 else "authentication failed: this end was given no secret"
             )
-        said = pack_regions(dict(regions))
+        said = pack_regions(dict(regions)) + self._me.extra
         return pack(Kind.WELCOME, listener_proof(secret, self._said, self._nonce, said) + said)
 
 

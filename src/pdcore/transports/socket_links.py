@@ -9,7 +9,7 @@ from typing import Final
 
 import attrs
 
-from pdcore.transports.base import PeerDied
+from pdcore.transports.base import Completion, PeerDied
 from pdcore.transports.socket_address import Home
 from pdcore.transports.socket_greeting import Greeting
 from pdcore.transports.socket_incoming import Incoming
@@ -31,7 +31,8 @@ class NoteCame:
     payload: bytes
 
 
-Told = Ended | NoteCame | PeerDied
+#: Completions come from threads of a transport that is built upon this one.
+Told = Ended | NoteCame | PeerDied | Completion
 
 
 @attrs.define(eq=False)
@@ -39,7 +40,8 @@ class Link:
     """``half``: which end of the conversation we are; a Greeting until a caller was welcomed.
     ``incarnation`` and ``home`` are the peer's, unknown while it is greeted. ``is_open``:
     a session may use it (read by the owner's thread, too). ``is_mute``: nothing more is sent.
-    ``owed``: transfers that ended but may still land; told again when they cannot."""
+    ``owed``: transfers that ended but may still land; told again when they cannot.
+    ``extra``: what the peer told when it welcomed us."""
 
     sock: socket.socket
     half: Outgoing | Incoming | Greeting
@@ -48,6 +50,7 @@ class Link:
     home: Home | None = attrs.field(default=None, repr=False)
     number: int = 0
     sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
+    extra: bytes = attrs.field(default=b"", repr=False)
     is_open: bool = True
     is_mute: bool = False
     out: deque[Vector] = attrs.field(factory=deque, repr=False)

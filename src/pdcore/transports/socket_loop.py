@@ -15,9 +15,20 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import attrs
+
+from pdcore.errors import TransportError
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.socket_address import Origin
+from pdcore.transports.socket_address import (
+    TCP,
+    UNIX,
+    Home,
+    Origin,
+    encode_home,
+    listen_tcp,
+    listen_unix,
+)
 from pdcore.transports.socket_bell import Inbox
 from pdcore.transports.socket_book import Book
 from pdcore.transports.socket_greeting import Identity
@@ -210,3 +221,41 @@ class Loop:
             self._porch.close()
         self._book.close()
         self._poller.close()
+
+
+@attrs.define
+class Bind:
+    """Where a transport listens, once it speaks with anybody."""
+
+    here: Origin
+    families: tuple[str, ...]
+    host: str
+    advertise: str | None
+    port: int
+    is_listening: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        unknown = set(self.families) - {UNIX, TCP}
+        if unknown or not self.families:
+            raise TransportError(
+                f"families must be one or both of {UNIX!r} and {TCP!r}, got {self.families!r}"
+            )
+
+    def begin(self, me: Identity, loop: Loop) -> None:
+        """Listen, and say so in what we tell of ourselves. Idempotent. Raises TransportError."""
+        if self.is_listening:
+            return
+        found = []
+        try:
+            if UNIX in self.families:
+                found.append(listen_unix())
+            if TCP in self.families:
+                found.append(listen_tcp(self.host, self.advertise, self.port))
+        except TransportError:
+            for listener, _ in found:
+                listener.close()
+            raise
+        loop.listen([listener for listener, _ in found])
+        home = Home(self.here, tuple(address for _, address in found))
+        me.home = encode_home(me.incarnation, home)
+        self.is_listening = True

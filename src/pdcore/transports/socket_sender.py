@@ -68,7 +68,8 @@ class Sender:
             raise
         sock.setblocking(False)
         reader = FrameReader(FROM_RECEIVER)
-        link = Link(sock, Outgoing(), reader, target, home, number, welcome.regions)
+        told = welcome.regions, welcome.extra
+        link = Link(sock, Outgoing(), reader, target, home, number, *told)
         self._loop.adopt(link, pidfd, oldest)
         self._sessions[number] = link
         return PeerSession(number, target)
@@ -89,6 +90,10 @@ class Sender:
             sock.close()
             raise
         return sock, welcome
+
+    def link_of(self, session: PeerSession) -> Link:
+        """Of a session that is not disconnected."""
+        return self._sessions[session.session_id]
 
     def disconnect(self, session: PeerSession) -> None:
         link = self._sessions.pop(session.session_id, None)

@@ -36,6 +36,8 @@ CHUNK_BYTES: Final = 1 << 20
 MAX_WRITE_BYTES: Final = 2 * CHUNK_BYTES
 MAX_PAYLOAD_BYTES: Final = 65536
 MAX_REASON_BYTES: Final = 512
+#: What a receiver may tell a welcomed sender besides, of a transport built upon this one.
+MAX_EXTRA_BYTES: Final = 1 << 17
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
 
@@ -70,7 +72,7 @@ MAX_BODY: Final[dict[Kind, int]] = {
     Kind.HELLO: 1024,
     Kind.CHALLENGE: _CHALLENGE.size,
     Kind.PROOF: MAC_BYTES,
-    Kind.WELCOME: MAC_BYTES + _COUNT.size + MAX_REGIONS * _REGION.size,
+    Kind.WELCOME: MAC_BYTES + _COUNT.size + MAX_REGIONS * _REGION.size + MAX_EXTRA_BYTES,
     Kind.REFUSED: MAX_REASON_BYTES,
     Kind.WRITE: _WRITE.size + MAX_PIECES * _PIECE_BYTES,
     Kind.END: _END.size + MAX_PAYLOAD_BYTES,
@@ -99,10 +101,11 @@ class Hello:
 
 @attrs.frozen
 class Welcome:
-    """The receiver's regions (id to bytes), and its proof."""
+    """The receiver's regions (id to bytes), its proof, and what it tells besides."""
 
     regions: dict[int, int]
     mac: bytes
+    extra: bytes = b""
 
 
 @attrs.frozen(eq=False)
@@ -192,12 +195,13 @@ def unpack_welcome(body: bytes) -> Welcome:
     if len(body) < at:
         raise TransportError("truncated WELCOME frame")
     (count,) = _COUNT.unpack_from(body, MAC_BYTES)
-    if at + count * _REGION.size != len(body):
+    end = at + count * _REGION.size
+    if end > len(body):
         raise TransportError("truncated WELCOME frame")
-    regions = dict(_REGION.iter_unpack(body[at:]))
+    regions = dict(_REGION.iter_unpack(body[at:end]))
     if len(regions) != count or any(not 0 < size <= MAX_REGION_BYTES for size in regions.values()):
         raise TransportError("malformed WELCOME frame: a region is twice or sized wrong")
-    return Welcome(regions, body[:MAC_BYTES])
+    return Welcome(regions, body[:MAC_BYTES], body[end:])
 
 
 def pack_write(handle: int, lease: LeaseId, region: int, pieces: Int64Array) -> bytes:

@@ -71,6 +71,13 @@ def talk(
 
 
 @pytest.mark.parametrize("key", [None, KEY])
+def test_the_welcome_brings_what_the_receiver_tells_besides(key: bytes | None) -> None:
+    """Of a transport that is built upon this one; covered by the proof as the regions are."""
+    found = talk(lambda sock: answer(sock, Identity(THEM, b"them", key, b"more")), key)
+    assert (found.regions, found.extra) == (REGIONS, b"more")
+
+
+@pytest.mark.parametrize("key", [None, KEY])
 def test_both_ends_meet(key: bytes | None) -> None:
     found = meet(key, key)
     assert found.regions == REGIONS

@@ -42,11 +42,14 @@ def test_challenge(has_secret: bool, nonce: bytes) -> None:
     assert wire.unpack_challenge(packed) == (has_secret, nonce)
 
 
-@given(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(1, MAX_REGION_BYTES), max_size=20))
-def test_welcome(regions: dict[int, int]) -> None:
+@given(
+    st.dictionaries(st.integers(0, 2**32 - 1), st.integers(1, MAX_REGION_BYTES), max_size=20),
+    st.binary(max_size=20),
+)
+def test_welcome(regions: dict[int, int], extra: bytes) -> None:
     mac = b"m" * wire.MAC_BYTES
-    found = wire.unpack_welcome(mac + wire.pack_regions(regions))
-    assert (found.regions, found.mac) == (regions, mac)
+    found = wire.unpack_welcome(mac + wire.pack_regions(regions) + extra)
+    assert (found.regions, found.mac, found.extra) == (regions, mac, extra)
 
 
 pieces = st.lists(
@@ -108,7 +111,7 @@ def test_a_random_head_is_refused(data: bytes) -> None:
 def test_no_kind_may_be_longer_than_its_bound(kind: Kind) -> None:
     """Memory is bounded before the first byte of a body is read."""
     limit = wire.MAX_BODY[kind]
-    assert limit <= 1 << 17
+    assert limit <= 1 << 18
     assert wire.unpack_head(wire.HEAD.pack(wire.MAGIC, wire.VERSION, kind, 0, limit)) == (
         kind,
         limit,
