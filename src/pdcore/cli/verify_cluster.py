@@ -169,7 +169,7 @@ def check_numbers(option: str, wanted: Collection[int] | None, known: Collection
 def run_all(seeds: Sequence[int], jobs: int, mutant: str, *, as_json: bool) -> int:
     from pdcore.sim.seeds import run_seeds
 
-    totals = run_seeds(seeds, jobs=jobs, mutant=mutant, on_result=teller(len(seeds), as_json))
+    totals = run_seeds(seeds, jobs=jobs, mutant=mutant, on_result=teller(len(seeds)))
     report = totals.report()
     caught = bool(totals.violations)
     if mutant:
@@ -202,7 +202,7 @@ def try_all(seeds: Sequence[int], jobs: int, *, as_json: bool) -> int:
     return int(not all(row["caught"] for row in rows))
 
 
-def teller(count: int, as_json: bool) -> Callable[[SeedResult], None]:
+def teller(count: int) -> Callable[[SeedResult], None]:
     """Says on standard error how far it is, and at once what was found."""
     last_s = time.monotonic()
     done = broken = 0
@@ -211,7 +211,7 @@ def teller(count: int, as_json: bool) -> Callable[[SeedResult], None]:
         nonlocal last_s, done, broken
         done += 1
         broken += bool(found.violations)
-        if found.violations and not as_json:
+        if found.violations:
             first = found.violations[0]
             print(f"seed {first.seed}: {first.message}\n  {first.replay}", file=sys.stderr)
         now_s = time.monotonic()
