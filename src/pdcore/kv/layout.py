@@ -16,6 +16,9 @@ from pdcore.types import NULL_BLOCK
 
 #: Registered bases must be aligned to this for some devices' inter-process memory (R122).
 REGION_ALIGNMENT: Final = 2 << 20
+#: Where a peer's blocks must end, in bytes from the start of their region: whatever is
+#: computed of such places fits an int64. Whether they end inside it the transport knows.
+MAX_REACH: Final = 1 << 62
 
 
 def slot_mapping(table: Sequence[int], positions: Iterable[int], block_size: int) -> list[int]:
@@ -106,7 +109,8 @@ def seen_from(
     ``spec`` is our own; the other lists its entries by name and, by manager key, its block
     sizes (None: ours). Entries of layers that we do not hold are left out: another stage of a
     pipeline fills them. Raises IncompatibleError when nothing is left, when a layer that both
-    hold is incomplete on one side, or for a block size that cannot be.
+    hold is incomplete on one side, for a block size that cannot be, or for blocks that
+    overlap or lie nowhere (D58).
     """
     ours = {entry.name: entry for entry in spec.entries}
     kept = [i for i, name in enumerate(names) if name in ours]
@@ -123,6 +127,8 @@ def seen_from(
         )
     except ConfigError as error:
         raise IncompatibleError(f"decode's layout: {error}") from error
+    for i, entry in zip(kept, entries, strict=True):
+        _check_reach(entry, placement, i)
     is_part = bool(spec.model_digest) or len(kept) < len(ours)
     model = (spec.digest(), spec.num_layers) if is_part else ("", 0)
     return (
@@ -134,6 +140,16 @@ def seen_from(
             tuple(placement.block_strides[i] for i in kept),
         ),
     )
+
+
+def _check_reach(entry: KVCacheEntry, placement: KVPlacement, i: int) -> None:
+    """Raises IncompatibleError unless the blocks of this entry can be what the peer says."""
+    offset, stride = placement.offsets[i], placement.block_strides[i]
+    if stride < entry.item_len or offset + max(1, placement.num_blocks) * stride > MAX_REACH:
+        raise IncompatibleError(
+            f"entry {entry.name}: decode has {placement.num_blocks} blocks of {entry.item_len} "
+            f"bytes from offset {offset}, {stride} bytes apart, which cannot be"
+        )
 
 
 def _resized(entry: KVCacheEntry, block_sizes: Mapping[str, int]) -> KVCacheEntry:

@@ -31,8 +31,9 @@ from pdcore.kv.plan import (
 )
 from pdcore.transports.base import RemoteLease
 
-#: No region is larger, so that sums of two valid values never overflow an int64.
-MAX_REGION_BYTES = 1 << 56
+#: No region is larger, so that sums of two valid values never overflow an int64, nor those
+#: of all regions that one peer may have (descriptor.MAX_REGIONS), laid out one after another.
+MAX_REGION_BYTES = 1 << 50
 
 
 @attrs.frozen(eq=False)

@@ -46,8 +46,8 @@ def this_process() -> ProcessKey:
 def open_pidfd(key: ProcessKey) -> int:
     """A descriptor that is readable once this very process is dead.
 
-    Raises PeerGone when it is already, TransportError when pidfds do not work here or the
-    process cannot be seen (another pid namespace).
+    Raises PeerGone when it is already, TransportError when pidfds do not work here, no
+    descriptor is left, or the process cannot be seen (another pid namespace).
     """
     if key.pid <= 0:
         raise TransportError(
@@ -56,7 +56,7 @@ def open_pidfd(key: ProcessKey) -> int:
         )
     try:
         pidfd = os.pidfd_open(key.pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # a peer may name any number
         raise PeerGone(f"process {key.pid} does not exist (any more)") from None
     except OSError as error:
         raise TransportError(f"pidfd_open({key.pid}): {error.strerror}") from error
@@ -66,4 +66,7 @@ def open_pidfd(key: ProcessKey) -> int:
     except PeerGone:
         os.close(pidfd)
         raise
+    except OSError as error:
+        os.close(pidfd)
+        raise TransportError(f"/proc/{key.pid}/stat: {error.strerror}") from error
     return pidfd

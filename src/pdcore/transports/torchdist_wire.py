@@ -16,6 +16,7 @@ import numpy as np
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
+from pdcore.transports.check import MAX_REGION_BYTES
 from pdcore.transports.descriptor import MAX_REGIONS
 from pdcore.transports.torchdist_witness import STAMP
 from pdcore.types import Incarnation, LeaseId
@@ -138,7 +139,11 @@ def decode_welcome(body: bytes) -> Welcome:
     stamp, rows = body[: STAMP.size], body[STAMP.size :]
     if len(stamp) != STAMP.size or len(rows) % _REGION.size or len(rows) > _MAX_WELCOME_BYTES:
         raise TransportError("malformed WELCOME")
-    return Welcome(stamp, dict(_REGION.iter_unpack(rows)))
+    regions = dict(_REGION.iter_unpack(rows))
+    is_listed_once = len(regions) * _REGION.size == len(rows)
+    if not is_listed_once or any(not 0 < size <= MAX_REGION_BYTES for size in regions.values()):
+        raise TransportError("malformed WELCOME: a region is twice or sized wrong")
+    return Welcome(stamp, regions)
 
 
 @attrs.frozen

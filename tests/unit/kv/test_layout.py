@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from pdcore.errors import ConfigError, IncompatibleError
 from pdcore.kv.layout import (
+    MAX_REACH,
     REGION_ALIGNMENT,
     num_blocks_for,
     num_blocks_for_concurrency,
@@ -130,6 +132,24 @@ def test_what_a_peer_lists_is_checked(
         seen_from(spec, names, place, 1, 0, sizes)
     with pytest.raises(IncompatibleError, match="4 heads do not divide over tp_size 3"):
         seen_from(spec, ["layers.0.k", "layers.0.v"], place, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offsets": (0, MAX_REACH)},
+        {"offsets": (0, (1 << 63) - 1)},
+        {"block_strides": (1024, (1 << 63) - 1)},
+        {"block_strides": (1024, 1023)},
+        {"num_blocks": 0, "block_strides": (1024, (1 << 63) - 1)},
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
+    """D58: such numbers ended prefill's loop with an OverflowError, or wrapped around."""
+    spec = layered(1)
+    place = attrs.evolve(place_entries(spec, 10)[0], **changes)
+    with pytest.raises(IncompatibleError, match=r"entry layers.0.v: decode has .* cannot be"):
+        seen_from(spec, ["layers.0.k", "layers.0.v"], place, 1, 0)
 
 
 def test_blocks_from_bytes() -> None:

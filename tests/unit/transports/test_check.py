@@ -18,6 +18,7 @@ from pdcore.transports.check import (
     expand_rows,
     plan_copies,
 )
+from pdcore.transports.descriptor import MAX_REGIONS
 from pdcore.types import Incarnation, LeaseId
 
 BIG = (1 << 63) - 1
@@ -173,6 +174,19 @@ def test_regions_never_join_or_overlap_each_other() -> None:
         (1, 1, 1),
         (2, 2, 1),
     ]
+
+
+def test_all_regions_of_a_peer_may_be_of_the_largest_size() -> None:
+    """G3: 128 regions as large as one may be did not fit one address space together, and
+    what came was an OverflowError: the end of the worker's loop, on a peer's word."""
+    regions = range(1, MAX_REGIONS + 1)
+    batches = [batch_of(1, region, [(0, MAX_REGION_BYTES - 8, 8, 1, 0, 0)]) for region in regions]
+    sizes = dict.fromkeys(regions, MAX_REGION_BYTES)
+    lease = lease_of({region: [(0, MAX_REGION_BYTES)] for region in regions})
+    assert plan_copies(batches, {1: 8}, sizes, lease).num_bytes == 8 * MAX_REGIONS
+    outside = batch_of(1, MAX_REGIONS, [(0, MAX_REGION_BYTES - 7, 8, 1, 0, 0)])
+    with pytest.raises(TransportError, match="leaves the region"):
+        plan_copies([*batches[:-1], outside], {1: 8}, sizes, lease)
 
 
 def test_the_message_names_descriptor_and_sizes() -> None:

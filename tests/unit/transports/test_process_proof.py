@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -71,6 +72,33 @@ def test_a_reused_pid_is_another_process() -> None:
 def test_a_pid_of_another_namespace_is_refused() -> None:
     with pytest.raises(TransportError, match="namespace"):
         open_pidfd(ProcessKey(0, 1))
+
+
+def test_a_number_that_is_no_pid_is_no_process() -> None:
+    """D58: a peer says which process it is in 32 bits, and half of them are no pid: an
+    OverflowError would end the thread of whoever looks, with all its connections."""
+    for pid in (1 << 31, (1 << 32) - 1):
+        with pytest.raises(PeerGone, match="does not exist"):
+            open_pidfd(ProcessKey(pid, 1))
+
+
+def test_without_a_descriptor_left_nothing_is_known_and_nothing_stays_open() -> None:
+    """G7: the pidfd was the last descriptor; what /proc says cannot be read any more."""
+    mine = this_process()
+    free = os.dup(0)
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for room in (0, 1):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + room, hard))
+            with pytest.raises(TransportError, match="Too many open files") as caught:
+                open_pidfd(mine)
+            assert not isinstance(caught.value, PeerGone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    again = os.dup(0)
+    os.close(again)
+    assert again == free
 
 
 def test_a_command_with_spaces_and_parentheses() -> None:

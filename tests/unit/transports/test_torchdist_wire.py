@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.errors import TransportError
+from pdcore.transports.check import MAX_REGION_BYTES
 from pdcore.transports.torchdist_wire import (
     Address,
     ChunkHead,
@@ -79,6 +80,13 @@ def test_frames_survive() -> None:
     assert decode_hello(hello.encode()) == hello
     welcome = Welcome(NOBODY, {3: 1 << 40, 1: 5})
     assert decode_welcome(welcome.encode()) == welcome
+    for sizes in ({1: 0}, {1: MAX_REGION_BYTES + 1}, {1: (1 << 64) - 1}):
+        # Such a size ended the worker's loop at the first submit (D58).
+        with pytest.raises(TransportError, match="WELCOME"):
+            decode_welcome(Welcome(NOBODY, sizes).encode())
+    twice = welcome.encode() + welcome.encode()[len(NOBODY) :]
+    with pytest.raises(TransportError, match="WELCOME"):
+        decode_welcome(twice)
     meeting = Meeting(1 << 20, b"k" * 16)
     assert decode_meeting(meeting.encode()) == meeting
     assert decode_key(encode_key("0/1", b"\0address")) == ("0/1", b"\0address")
