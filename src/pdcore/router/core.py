@@ -37,6 +37,7 @@ from pdcore.router.alarms import Alarms
 from pdcore.router.events import (
     Answer,
     CancelAnswered,
+    DrainOver,
     DropLegs,
     EndStream,
     InstanceEvicted,
@@ -133,6 +134,10 @@ class RouterCore:
             return
         if isinstance(event, InstanceEvicted):
             self._on_evicted(event, now_s)
+            return
+        if isinstance(event, DrainOver):
+            for live in list(self._live.values()):
+                self._apply(live, live.routed.deadline_expired(RouterFailure(event.failure)), now_s)
             return
         live = self._live.get(event.ticket)
         if live is None:

@@ -65,6 +65,12 @@ class InstanceEvicted(NamedTuple):
     detail: str
 
 
+class DrainOver(NamedTuple):
+    """The router must stop: everything in flight ends with ``failure`` (D59)."""
+
+    failure: Failure
+
+
 class CancelAnswered(NamedTuple):
     """``is_known`` False: the leg says that it never heard of it; None: no answer came.
     ``unless_received`` is the cancel's: its answer is none to a stronger one."""
@@ -81,6 +87,7 @@ RouterEvent = (
     | StreamEnded
     | ClientLeft
     | InstanceEvicted
+    | DrainOver
     | CancelAnswered
 )
 

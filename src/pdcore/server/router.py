@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
@@ -30,7 +31,7 @@ from pdcore.config.deploy import BOOTSTRAP_PORT
 from pdcore.errors import HTTP_STATUS, PdcoreError, failure
 from pdcore.fsm.routed import Leg
 from pdcore.router.core import RouterCore, RouterLimits
-from pdcore.router.events import InstanceEvicted, LegAnswered, LegLost, StreamEnded
+from pdcore.router.events import DrainOver, InstanceEvicted, LegAnswered, LegLost, StreamEnded
 from pdcore.router.fleet import Fleet, Health
 from pdcore.router.policies import Rng, parse_targets, read_fields
 from pdcore.router.rooms import Recorded
@@ -59,6 +60,7 @@ from pdcore.server.openai import Endpoint, decode_fields
 from pdcore.server.probe import Prober
 from pdcore.server.session import Decision, Session, Shell, error_code
 
+_DRAIN_OVER: Final = "the router is being stopped, and its time to drain is over; ask another one"
 _MODELS_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=5.0)
 _MAX_MODELS_BYTES: Final = 1 << 20
 #: Says that an answer is the recorded one.
@@ -84,6 +86,8 @@ def create_router_app(
     ``bootstrap_ports``: one for all prefill addresses, or one each; 0 where the instance tells
     it in /health. A ``client`` that is passed in stays the caller's to close. Instances may be
     absent and come later: until then the answer is 503 with Retry-After (R9).
+    ``app.state.give_up()`` ends what is in flight with 503 ``shutting_down``: call it when the
+    time to drain is over (D59).
     """
     prefills, decodes = parse_targets(prefill_addrs, decode_addrs, bootstrap_ports)
     fleet = Fleet(prefills, decodes)
@@ -126,7 +130,9 @@ def create_router_app(
         Route("/stats", pages.stats),
         Route("/metrics", pages.metrics),
     ]
-    return Starlette(routes=routes, exception_handlers=error_handlers(), lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=error_handlers(), lifespan=lifespan)
+    app.state.give_up = partial(shell.event, DrainOver(failure("shutting_down", _DRAIN_OVER)))
+    return app
 
 
 class RouterEndpoint:

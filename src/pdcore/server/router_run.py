@@ -50,5 +50,5 @@ async def run_router(
         report(Ready())
         await stopping.wait()
     finally:
-        await server.stop(config.drain_s)
+        await server.stop(config.drain_s, app.state.give_up)
     return 0

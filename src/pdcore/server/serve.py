@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -35,6 +35,8 @@ KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 2048
 #: What is still in the buffer of a connection that we close has this long to leave.
 CLOSE_TIMEOUT_S: Final = 10.0
+#: What an app that gives up may take to say so.
+ANSWER_S: Final = 1.0
 
 
 class StartFailed(PdcoreError):
@@ -259,13 +261,24 @@ class AppServer:
         why = f": {error}" if error is not None else ""
         return f"the HTTP server on port {self.port} has ended{why}"
 
-    async def stop(self, drain_s: float = 0.0) -> None:
+    async def stop(self, drain_s: float = 0.0, give_up: Callable[[], None] | None = None) -> None:
         """Take no new connection, let running requests finish for ``drain_s`` (at least 1 s),
-        then cancel them; returns when the app's lifespan is over."""
-        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(drain_s))
+        then cancel them; returns when the app's lifespan is over. ``give_up`` tells the app
+        when ``drain_s`` is over: it has a second more to answer what is left, and what is
+        cancelled after that gets a bare 500."""
+        spare_s = 0.0
+        timer = None
+        if give_up is not None:
+            spare_s = ANSWER_S
+            timer = asyncio.get_running_loop().call_later(drain_s, give_up)
+        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(drain_s + spare_s))
         self._server.should_exit = True
-        if self._task is not None:
-            await self._task
+        try:
+            if self._task is not None:
+                await self._task
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._listener.close()
 
     async def _run(self) -> None:

@@ -305,6 +305,36 @@ def test_decode_lost_in_mid_stream_ends_with_a_clean_error_event(play: Any) -> N
     play(scene)
 
 
+def test_d59_what_a_router_gives_up_at_the_end_of_its_drain_is_told_so(play: Any) -> None:
+    """D59: a 503 that names the reason, or an error event where something was streamed; its
+    legs are told to cancel. Without it uvicorn cancels the handlers: a bare 500."""
+
+    async def scene(cluster: Cluster) -> None:
+        async def stream(arrival: Arrival) -> None:
+            await arrival.begin()
+            await arrival.event(b'data: {"text":"a"}\n\n')
+            await arrival.until_dropped()
+
+        router = cluster.router()
+        whole = generate(router)
+        await router.decode.arrival()
+        router.decode.behave = stream
+        streamed = generate(router, stream=True)
+        await streamed.until(lambda reply: b'"a"' in reply.body)
+        router.app.state.give_up()
+        reply = await whole.done()
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in reply.headers
+        reply = await streamed.done()
+        first, error = reply.events()
+        assert first == {"text": "a"}
+        assert error["error"]["code"] == "shutting_down"
+        assert reply.is_complete
+        await router.decode.until(lambda leg: len(leg.cancels) == 2)
+
+    play(scene)
+
+
 # --- D47a: a client that is gone ------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from pdcore.router.limits import OnPrefillLoss
 from pdcore.server.client import HttpClient, Origin
 from pdcore.server.process import Bound, Ready, Report
 from pdcore.server.router_run import reachable, router_limits, run_router
+from tests.unit.server.kit import run
+from tests.unit.server.legs_kit import Cluster
 
 
 def test_a_router_without_backends_listens_and_says_503() -> None:
@@ -43,6 +45,46 @@ def test_a_router_without_backends_listens_and_says_503() -> None:
             await main()
 
     asyncio.run(bounded())
+
+
+def test_d59_a_client_that_waits_at_the_end_of_the_drain_hears_why() -> None:
+    """D59, over real sockets: who asks a router that is stopped gets a 503 with a reason."""
+
+    async def main() -> None:
+        cluster = Cluster()
+        await cluster.start()
+        stopping, is_ready = asyncio.Event(), asyncio.Event()
+        bound: list[Bound] = []
+
+        def on_report(report: Report) -> None:
+            if isinstance(report, Bound):
+                bound.append(report)
+            elif isinstance(report, Ready):
+                is_ready.set()
+
+        config = RouterConfig(
+            port=0,
+            prefill_addrs=(cluster.prefills[0].address,),
+            decode_addrs=(cluster.decodes[0].address,),
+            drain_s=0.0,
+        )
+        running = asyncio.ensure_future(run_router(config, stopping, on_report))
+        await is_ready.wait()
+        host, _, port = bound[0].http.rpartition(":")
+        asking = asyncio.ensure_future(
+            cluster.client.request(
+                "POST", Origin(host, int(port)), "/generate", b'{"prompt": "hi"}'
+            )
+        )
+        await cluster.decodes[0].arrival()
+        stopping.set()
+        reply = await asking
+        assert reply.status == 503
+        assert b"shutting_down" in await reply.read()
+        assert await running == 0
+        await cluster.stop()
+
+    run(main())
 
 
 def test_settings_of_a_router_reach_its_core() -> None:
