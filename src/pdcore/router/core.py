@@ -136,8 +136,9 @@ class RouterCore:
             self._on_evicted(event, now_s)
             return
         if isinstance(event, DrainOver):
-            for live in list(self._live.values()):
-                self._apply(live, live.routed.deadline_expired(RouterFailure(event.failure)), now_s)
+            why = RouterFailure(event.failure)
+            for each in list(self._live.values()):
+                self._apply(each, each.routed.deadline_expired(why), now_s)
             return
         live = self._live.get(event.ticket)
         if live is None:
