@@ -164,7 +164,7 @@ def free_port(host: str) -> int:
 
 
 def _listen(family: int, at: str | bytes | tuple[str, int]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = _socket(family)
     try:
         if family == socket.AF_INET6:
             # "::" means both, wherever the host's default says otherwise.
@@ -179,6 +179,14 @@ def _listen(family: int, at: str | bytes | tuple[str, int]) -> socket.socket:
         raise TransportError(f"cannot listen on {at!r}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
+
+
+def _socket(family: int) -> socket.socket:
+    """Raises TransportError: no descriptor is left, or this host has no such network."""
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransportError(f"this process cannot open a socket: {error.strerror}") from error
 
 
 def _numeric(host: str, port: int) -> tuple[int, tuple[str, int]]:
@@ -218,7 +226,7 @@ def dial(address: Address, deadline: float) -> socket.socket:
     """Connect until ``deadline`` (monotonic). Raises PeerGone when nobody listens there, or
     nobody answers in time; TransportError for what is no address."""
     family, at = target_of(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = _socket(family)
     try:
         left = max(0.001, deadline - time.monotonic())
         # A blocking AF_UNIX connect waits for room in the backlog no longer than this; a

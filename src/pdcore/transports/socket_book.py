@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import select
 import socket
 from collections import OrderedDict
 from typing import Final
@@ -136,9 +137,12 @@ class Book:
 
     def died(self, pidfd: int) -> bool:
         """A watched process is dead: nothing of it is placed any more, not even what it had
-        sent. False when ``pidfd`` is not one."""
+        sent. False when ``pidfd`` is not one. What was ready may have been another descriptor
+        of that number, closed since: so it is looked at once more."""
         if not self._witness.is_watched(pidfd):
             return False
+        if not _is_readable(pidfd):
+            return True
         self._poller.forget(pidfd)
         for incarnation in self._witness.bury(pidfd):
             self.bury(incarnation, "its process is dead")
@@ -183,3 +187,9 @@ class Book:
             self._poller.forget(pidfd)
             os.close(pidfd)
         self.bury(incarnation, "it closed its transport")
+
+
+def _is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))

@@ -58,6 +58,11 @@ class Link:
     #: When something last moved (monotonic seconds); of a caller: when it came.
     moved_s: float = attrs.field(factory=time.monotonic)
 
+    def moved(self) -> None:
+        """Something moved. A caller has its time in all, however often it says a little."""
+        if not isinstance(self.half, Greeting):
+            self.moved_s = time.monotonic()
+
     @property
     def wants_to_send(self) -> bool:
         if self.is_mute:

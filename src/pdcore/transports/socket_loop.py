@@ -71,7 +71,7 @@ class Loop:
         self._until: float | None = None
 
     def listen(self, listeners: list[socket.socket]) -> None:
-        """Take callers in at these; owns them from now on."""
+        """Take callers in at these; owns them unless it raises TransportError."""
 
         def begin() -> None:
             self._porch = Porch(listeners)
@@ -155,8 +155,12 @@ class Loop:
 
     def _call(self, do: Callable[[], None]) -> bool:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pdcore-socket", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="pdcore-socket", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise TransportError(f"this process is at its limits: {error}") from error
+            self._thread = thread
         return self._poller.call(do)
 
     def _run(self) -> None:
@@ -251,11 +255,11 @@ class Bind:
                 found.append(listen_unix())
             if TCP in self.families:
                 found.append(listen_tcp(self.host, self.advertise, self.port))
+            loop.listen([listener for listener, _ in found])
         except TransportError:
             for listener, _ in found:
                 listener.close()
             raise
-        loop.listen([listener for listener, _ in found])
         home = Home(self.here, tuple(address for _, address in found))
         me.home = encode_home(me.incarnation, home)
         self.is_listening = True

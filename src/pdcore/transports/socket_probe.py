@@ -139,9 +139,9 @@ class Probes:
             return
         try:
             if not probe.has_asked:
-                probe.has_asked = True
                 said = Hello(self._me.incarnation, probe.incarnation, 0, 0, fresh_nonce())
                 sock.send(pack(Kind.HELLO, pack_hello(said)), socket.MSG_NOSIGNAL)
+                probe.has_asked = True
                 self._poller.want(sock.fileno(), read=True, write=False)
                 return
             frame = probe.reader.receive(sock)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -73,13 +72,16 @@ class Service:
 
     def admit(self, sock: socket.socket) -> None:
         """A caller has connected."""
-        if not self._book.links.has_room():
+        links = self._book.links
+        if not links.has_room() and (silent := links.longest_silent()) is not None:
+            self._lose(silent, "it says nothing, and others wait", LinkEnd.OURS)
+        if not links.has_room():
             self.counts.callers_turned_away += 1
             sock.close()
             return
         with contextlib.suppress(OSError):
             tune(sock)
-        self._book.links.add(Link(sock, Greeting(self._me), FrameReader((Kind.HELLO,))))
+        links.add(Link(sock, Greeting(self._me), FrameReader((Kind.HELLO,))))
 
     def serve(self, link: Link, *, readable: bool, writable: bool) -> None:
         """One turn."""
@@ -113,7 +115,7 @@ class Service:
                 return
             vector.advance(sent)
             budget -= sent
-            link.moved_s = time.monotonic()
+            link.moved()
             if not vector.left:
                 link.out.popleft()
         if isinstance(link.half, Outgoing) and link.half.is_over and not link.out:
@@ -175,7 +177,7 @@ class Service:
                 if not is_placed or self.counts.bytes_placed >= until:
                     return
             frame = link.reader.receive(link.sock)
-            link.moved_s = time.monotonic()
+            link.moved()
             if frame is not None:
                 self._frame(link, *frame)
             if link.sock.fileno() < 0 or not link.may_read:

@@ -41,6 +41,14 @@ class LinkTable:
         callers = sum(isinstance(link.half, Greeting) for link in self._links.values())
         return callers < MAX_CALLERS and len(self._links) < MAX_LINKS
 
+    def longest_silent(self) -> Link | None:
+        """The caller that came first of those who have not said who they are: whoever says
+        nothing must not keep out who would."""
+        for link in self._links.values():
+            if isinstance(link.half, Greeting) and link.half.hello is None:
+                return link
+        return None
+
     def add(self, link: Link) -> None:
         self._links[link.sock.fileno()] = link
         self.refresh(link)

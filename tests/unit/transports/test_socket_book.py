@@ -172,6 +172,18 @@ def test_a_dead_process_ends_all_its_connections(scene: Scene) -> None:
     scene.book.watch(link, -1)
 
 
+def test_a_process_that_lives_is_not_dead_by_rumour(scene: Scene) -> None:
+    """Of several descriptors that were ready at once, one is closed while another is served,
+    and a pidfd takes its number: what was said of that number is not about the process."""
+    link = scene.receiver()
+    pidfd = open_pidfd(this_process())
+    scene.book.watch(link, pidfd)
+    assert scene.book.died(pidfd)
+    assert scene.told() == []
+    assert link.sock.fileno() >= 0
+    assert scene.book.died(pidfd), "it is watched no more"
+
+
 def test_older_sessions_of_a_caller_are_dropped(scene: Scene) -> None:
     old, new, ours = scene.receiver(1), scene.receiver(5), scene.sender(number=2)
     scene.book.supersede(PEER, 5)

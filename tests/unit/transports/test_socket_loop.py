@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdcore.errors import TransportError
 from pdcore.testing.transport_checks_data import MIB, finish
 from pdcore.testing.transport_harness import Pair, RegistryHarness, make_batch, make_lease
 from pdcore.testing.transport_watch import Watched, is_zero, pump, same, settle
@@ -19,6 +20,7 @@ from pdcore.transports import socket_loop, socket_service
 from pdcore.transports.base import HandleStatus, Transport
 from pdcore.transports.socket import SocketTransport
 from pdcore.transports.socket_links import Link
+from pdcore.types import Incarnation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
 
@@ -245,3 +247,20 @@ def test_a_bug_in_the_thread_ends_everything_loudly_and_hangs_nobody(
         left = sender.close()
         assert left == [f"handle {handle}: may still land"]
         assert len(reported) == 1
+
+
+def test_without_a_thread_it_says_so_and_the_next_try_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing but TransportError, and no listener is left open (G7)."""
+    transport = SocketTransport(Incarnation(b"u" * 16))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportError, match="at its limits"):
+            transport.descriptor()
+    transport.descriptor()
+    assert transport.close() == []

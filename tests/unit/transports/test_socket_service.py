@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 import sys
 import time
@@ -188,6 +189,34 @@ def test_who_says_nothing_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch
         sock.settimeout(10)
         assert hung_up(sock) == b""
     assert receiver(pair).counts.openings_failed == 1
+    still_serves(pair)
+
+
+def test_who_speaks_ever_so_slowly_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is no introduction: 64 such callers kept everybody else out for
+    as long as they liked."""
+    monkeypatch.setattr(socket_service, "HELLO_TIMEOUT_S", 0.2)
+    with call(pair) as sock:
+        hung_up_at = select.poll()
+        hung_up_at.register(sock, select.POLLIN)
+        for i in range(200):
+            with contextlib.suppress(OSError):
+                sock.send(hello(pair)[i : i + 1])
+            if hung_up_at.poll(50):
+                break
+        else:
+            pytest.fail("ten seconds for one HELLO")
+    assert receiver(pair).counts.openings_failed == 1
+    still_serves(pair)
+
+
+def test_callers_who_say_nothing_keep_nobody_out(pair: Pair) -> None:
+    """D58: more of them than are waited for at once."""
+    with contextlib.ExitStack() as held:
+        for _ in range(socket_table.MAX_CALLERS + 10):
+            held.enter_context(call(pair))
+        pair.sender.transport.connect(receiver(pair).descriptor())
+    assert receiver(pair).counts.callers_turned_away == 0
     still_serves(pair)
 
 

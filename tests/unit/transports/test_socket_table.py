@@ -16,6 +16,7 @@ from pdcore.transports.socket_outgoing import Outgoing
 from pdcore.transports.socket_poller import Poller
 from pdcore.transports.socket_reader import FrameReader
 from pdcore.transports.socket_table import MAX_CALLERS, MAX_LINKS, MAX_TOLD, LinkTable
+from pdcore.transports.socket_wire import Hello, pack_hello
 from pdcore.types import Incarnation, LeaseId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux")
@@ -88,3 +89,15 @@ def test_callers_are_bounded(scene: Scene) -> None:
         scene.link(Greeting(Identity(US, b"")))
     assert not scene.table.has_room()
     assert MAX_LINKS > MAX_CALLERS
+
+
+def test_of_silent_callers_the_first_is_found(scene: Scene) -> None:
+    assert scene.table.longest_silent() is None
+    scene.receiver()
+    first = scene.link(Greeting(Identity(US, b"")))
+    second = scene.link(Greeting(Identity(US, b"")))
+    assert scene.table.longest_silent() is first
+    assert isinstance(first.half, Greeting)
+    said = pack_hello(Hello(US, US, 1, 1, b"n" * 32))
+    first.half.challenge(said)
+    assert scene.table.longest_silent() is second
