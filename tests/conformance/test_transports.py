@@ -9,6 +9,7 @@ import pytest
 
 from pdcore.testing.conformance import Report, run_conformance
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
+from pdcore.transports import shm_attach
 from pdcore.transports.base import Revocation
 from tests.conformance import matrix
 
@@ -50,11 +51,24 @@ def test_shm_over_named_files(tmp_path: Path) -> None:
 
 
 @linux
+def test_shm_into_registered_memory() -> None:
+    """Cross-memory attach: nothing is shared, every region is ordinary memory of its process."""
+    reason = shm_attach.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    harness = RegistryHarness("shm", cycles=1000, shared=False)
+    passes(run_conformance(harness), "shm, attach")
+
+
+@linux
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "attach"])
 @pytest.mark.parametrize("check", ["sender_killed", "receiver_killed", "sender_stopped"])
-def test_shm_again_and_again(check: str) -> None:
+def test_shm_again_and_again(check: str, shared: bool) -> None:
     """What depends on the moment of a signal, ten times."""
+    if not shared and shm_attach.why_unavailable() is not None:
+        pytest.skip("attaching is forbidden here")
     for _ in range(10):
-        passes(run_conformance(RegistryHarness("shm"), only=[check]))
+        passes(run_conformance(RegistryHarness("shm", shared=shared), only=[check]))
 
 
 @linux

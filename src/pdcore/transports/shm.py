@@ -5,11 +5,13 @@ The receiver owns the memory (memfd, see shm_segment) and hands it over an AF_UN
 (shm_wire, shm_door), which also carries notifications and ends with its process; the
 sender copies in chunks on one thread (shm_mover). Nothing in the shared pages controls
 anything: leases and regions live in private memory, since a peer can write to those
-pages at any time.
+pages at any time. Memory that was there already, and only registered, is written by the
+kernel for us where it is willing to (shm_attach).
 
 Revocation is SENDER_ACK: nobody can call a copy back, but the sender looks at a stop mark
 every chunk, and a dead sender is a fence, because its mapping was not inherited by any
-child (MADV_DONTFORK) and its pidfd says that it is gone.
+child (MADV_DONTFORK), its calls into the kernel end before it does, and its pidfd says that
+it is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Final
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
+from pdcore.transports import shm_attach
 from pdcore.transports.base import (
     PeerDied,
     PeerSession,
@@ -44,7 +47,12 @@ from pdcore.transports.shm_links import (
     Signal,
 )
 from pdcore.transports.shm_receiver import Receiver
-from pdcore.transports.shm_segment import NAMED_DIRECTORY, memfd_works, sweep_stale
+from pdcore.transports.shm_segment import (
+    NAMED_DIRECTORY,
+    memfd_works,
+    private_memory,
+    sweep_stale,
+)
 from pdcore.transports.shm_sender import Sender
 from pdcore.transports.shm_wire import Kind, unpack_lease
 from pdcore.types import Incarnation, LeaseId
@@ -87,6 +95,7 @@ class ShmTransport:
     copy and answer connections.
 
     ``named_directory`` forces the named fallback (tests, systems without memfd).
+    ``shared`` False: ``allocate`` gives ordinary private memory, written as what is registered.
     ``peer_resident_bytes``: how much of all peers' memory may count as resident here, at
     least 1 MiB, None for no limit (see shm_pages; a limit costs about a third of the copy
     rate where transfers go round in more memory than that).
@@ -101,6 +110,7 @@ class ShmTransport:
         incarnation: Incarnation,
         *,
         named_directory: str | None = None,
+        shared: bool = True,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         peer_resident_bytes: int | None = None,
     ) -> None:
@@ -109,6 +119,7 @@ class ShmTransport:
             raise TransportError(reason)
         sweep_stale(named_directory or NAMED_DIRECTORY)
         self.incarnation = incarnation
+        self._shared = shared
         self._events: list[TransportEvent] = []
         self._regions = RegionTable()
         self._links = LinkSet()
@@ -126,12 +137,16 @@ class ShmTransport:
 
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
+        if not self._shared:
+            return self._receiver.register(private_memory(size_bytes))
         return self._receiver.allocate(size_bytes)
 
     def register(self, buffer: memoryview) -> Region:
-        """A source only: peers can write nothing but what ``allocate`` made."""
+        """Any memory of this process. Peers may write it where it is writable and the kernel
+        lets them; one that it does not let is refused with the reason, at ``connect`` when
+        there is nothing else to write, else at ``submit``."""
         _check_open(self._closed)
-        return self._regions.add(buffer, target=False)
+        return self._receiver.register(buffer)
 
     def deregister(self, region: Region) -> None:
         self._regions.remove(region)
@@ -262,10 +277,21 @@ def _abandon_all() -> None:
 if sys.platform == "linux":
     os.register_at_fork(after_in_child=_abandon_all)
 
+
+def _variants() -> dict[str, dict[str, object]]:
+    """As workers use it; and with memory that is registered, where no rule of this machine
+    forbids to write that."""
+    workers: dict[str, object] = {"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES}
+    if sys.platform != "linux" or shm_attach.why_unavailable() is not None:
+        return {"": workers}
+    return {"": workers, "attach": {**workers, "shared": False}}
+
+
 PLUGIN = TransportPlugin(
     create=ShmTransport,
     why_unavailable=why_unavailable,
     worker_options={"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES},
     caps=CAPS,
+    variants=_variants(),
     remedy="Linux 5.3 or later with memfd_create, or a writable /dev/shm, is needed",
 )

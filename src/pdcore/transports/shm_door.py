@@ -27,10 +27,10 @@ from pdcore.transports.shm_wire import (
     MAX_FRAME_BYTES,
     Address,
     Kind,
-    SharedRegion,
+    Offer,
     credentials,
     pack,
-    send_regions,
+    send_offer,
     unpack_hello,
 )
 from pdcore.types import Incarnation
@@ -42,8 +42,6 @@ MAX_CALLERS: Final = 64
 NO_DESCRIPTOR_PAUSE_S: Final = 0.05
 #: Connections the owner has not picked up yet; a stuck owner gets no more.
 MAX_ARRIVALS: Final = 1024
-
-Shared = list[tuple[SharedRegion, int]]
 
 
 @attrs.frozen(eq=False)
@@ -57,13 +55,13 @@ class Arrival:
 
 
 class Door:
-    """``share`` hands a callback the current segments while their descriptors are sure
+    """``share`` hands a callback the current regions while their descriptors are sure
     to stay open; ``ring`` tells the owner that somebody arrived."""
 
     def __init__(
         self,
         incarnation: Incarnation,
-        share: Callable[[Callable[[Shared], None]], None],
+        share: Callable[[Callable[[Offer], None]], None],
         ring: Callable[[], None],
     ) -> None:
         self._incarnation = incarnation
@@ -172,7 +170,7 @@ class Door:
             sock.close()
             return
         try:
-            self._share(lambda shared: send_regions(sock, shared))
+            self._share(lambda offer: send_offer(sock, offer))
         except OSError:
             sock.close()
             os.close(arrival.pidfd)

@@ -19,6 +19,7 @@ import attrs
 
 from pdcore.errors import TransportError
 from pdcore.transports.process_proof import ProcessKey
+from pdcore.transports.shm_attach import AttachedMemory
 from pdcore.transports.shm_mover import Job
 from pdcore.transports.shm_pages import PeerMemory
 from pdcore.transports.shm_wire import MAX_FRAME_BYTES, Kind, pack, unpack
@@ -35,13 +36,15 @@ _MAX_REMEMBERED: Final = 4096
 @attrs.define(eq=False)
 class Link:
     """One connection. ``memory`` and ``sizes`` (by region id) are the peer's regions when
-    we are the sender, empty when we are the receiver."""
+    we are the sender, empty when we are the receiver; ``refused`` says of those that we
+    cannot write why."""
 
     sock: socket.socket
     incarnation: Incarnation
     process: ProcessKey
-    memory: dict[int, PeerMemory] = attrs.field(factory=dict, repr=False)
+    memory: dict[int, PeerMemory | AttachedMemory] = attrs.field(factory=dict, repr=False)
     sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
+    refused: dict[int, str] = attrs.field(factory=dict, repr=False)
     outbox: deque[bytes] = attrs.field(factory=deque, repr=False)
     jobs: dict[int, Job] = attrs.field(factory=dict, repr=False)
     revoked: OrderedDict[LeaseId, None] = attrs.field(factory=OrderedDict, repr=False)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import attrs
 
+from pdcore.errors import TransportError
 from pdcore.transports.base import HandleStatus
 from pdcore.types import LeaseId
 
@@ -48,6 +49,8 @@ def advance(job: Job) -> Ended | None:
         return Ended(job, *job.stop)
     try:
         moved = next(job.steps, None)
+    except TransportError as error:
+        return Ended(job, HandleStatus.FAILED, str(error))
     except (ValueError, IndexError, TypeError, MemoryError) as error:
         # Checked before, so this is a bug; the thread must survive it all the same.
         return Ended(job, HandleStatus.FAILED, f"copying failed: {error}")

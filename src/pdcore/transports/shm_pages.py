@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,7 @@ class PeerMemory:
         self.array: ByteArray = np.frombuffer(segment.buffer, np.uint8)
         self._mapping: mmap.mmap = segment.mapping
         self._pages = pages
+        self.size_bytes = segment.size_bytes
         #: Granules are aligned by address; the first one may start before the mapping.
         self._phase = self.array.ctypes.data % GRANULE
         count = (self._phase + segment.size_bytes - 1) // GRANULE + 1
@@ -145,6 +146,14 @@ class PeerMemory:
         start = pieces[:, REMOTE_OFFSET] + self._phase
         end = start + (pieces[:, ROWS] - 1) * pieces[:, REMOTE_STRIDE] + pieces[:, ROW_BYTES]
         return start // GRANULE, (end - 1) // GRANULE
+
+    def write(self, pieces: Int64Array, source: ByteArray) -> Iterator[int]:
+        """Copy checked ``pieces`` (n, 6) out of ``source`` as :func:`copy_pieces` does, with
+        the pages of each window mapped in front of it."""
+        for part, granules in self.windows(pieces):
+            with self.using(granules) as missing:
+                yield from self.populate(missing)
+                yield from copy_pieces(part, source, self.array)
 
     @contextlib.contextmanager
     def using(self, granules: Int64Array) -> Iterator[Int64Array]:
@@ -200,16 +209,18 @@ class PeerMemory:
         return start, min(len(self.array), end * GRANULE - self._phase) - start
 
 
+class Writable(Protocol):
+    """Memory of a peer."""
+
+    def write(self, pieces: Int64Array, source: ByteArray) -> Iterator[int]: ...
+
+
 def copy_paged(
-    plan: CopyPlan, local: Mapping[int, ByteArray], remote: Mapping[int, PeerMemory]
+    plan: CopyPlan, local: Mapping[int, ByteArray], remote: Mapping[int, Writable]
 ) -> Iterator[int]:
-    """As :func:`copy_steps`, with the pages of each window mapped in front of it."""
+    """As :func:`copy_steps`, into memory of a peer, however that is written."""
     for pair in plan.pairs:
-        source, memory = local[pair.local_region], remote[pair.remote_region]
-        for pieces, granules in memory.windows(pair.pieces):
-            with memory.using(granules) as missing:
-                yield from memory.populate(missing)
-                yield from copy_pieces(pieces, source, memory.array)
+        yield from remote[pair.remote_region].write(pair.pieces, local[pair.local_region])
 
 
 def _granules(first: Int64Array, last: Int64Array) -> Int64Array:

@@ -1,4 +1,4 @@
-"""The receiving half of the shm transport: our segments, who has them, what they may."""
+"""The receiving half of the shm transport: our regions, who has them, what they may."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import threading
 from collections.abc import Callable
 
+from pdcore.errors import TransportError
 from pdcore.transports.base import Notification, Region
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.shm_door import Door, Shared
+from pdcore.transports.shm_attach import Attachable
+from pdcore.transports.shm_door import Door
 from pdcore.transports.shm_links import Link, LinkSet
 from pdcore.transports.shm_segment import Segment, create_segment
-from pdcore.transports.shm_wire import SharedRegion, pack_revoke, unpack_lease
+from pdcore.transports.shm_wire import Offer, SharedRegion, pack_revoke, unpack_lease
 from pdcore.types import Incarnation, LeaseId
 
 
@@ -30,7 +32,8 @@ class Receiver:
         self._links = links
         self._named_directory = named_directory
         self._segments: dict[int, Segment] = {}
-        #: Held while descriptors are handed over, and while one is closed.
+        self._attachable = Attachable()
+        #: Held while regions are handed over, and while they change.
         self._sharing = threading.Lock()
         self._door: Door | None = None
 
@@ -41,9 +44,24 @@ class Receiver:
             self._segments[region.region_id] = segment
         return region
 
+    def register(self, buffer: memoryview) -> Region:
+        """Memory that is there already: peers may write it where it is writable."""
+        region = self._regions.add(buffer, target=not buffer.readonly)
+        if not buffer.readonly:
+            address = int(self._regions.arrays[region.region_id].ctypes.data)
+            try:
+                with self._sharing:
+                    self._attachable.add(region.region_id, address, region.size_bytes)
+            except TransportError:
+                self._regions.remove(region)
+                raise
+        return region
+
     def withdraw(self, region: Region) -> None:
-        """No later peer gets it; the pages live until the last mapping is gone."""
+        """No later peer gets it. The pages of a segment live until the last mapping is gone;
+        registered memory, which may be used for anything now, nobody can write any more."""
         with self._sharing:
+            self._attachable.remove(region.region_id)
             segment = self._segments.pop(region.region_id, None)
             if segment is not None:
                 os.close(segment.fd)
@@ -87,6 +105,7 @@ class Receiver:
             for segment in self._segments.values():
                 os.close(segment.fd)
             self._segments.clear()
+            self._attachable.close()
         return left
 
     def abandon(self) -> None:
@@ -96,10 +115,10 @@ class Receiver:
         for segment in self._segments.values():
             os.close(segment.fd)
 
-    def _share(self, hand_over: Callable[[Shared], None]) -> None:
+    def _share(self, hand_over: Callable[[Offer], None]) -> None:
         with self._sharing:
             shared = [
                 (SharedRegion(region_id, s.size_bytes, s.offset, s.sealed), s.fd)
                 for region_id, s in sorted(self._segments.items())
             ]
-            hand_over(shared)
+            hand_over(Offer(shared, self._attachable.regions(), self._attachable.key))

@@ -22,6 +22,7 @@ from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.process_proof import ProcessKey, boot_id, open_pidfd, this_process
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.shm_attach import AttachedMemory, PeerSpace
 from pdcore.transports.shm_links import DISCONNECT, MAX_OUTBOX, Link, LinkSet
 from pdcore.transports.shm_mover import Ended, Job, Mover, advance
 from pdcore.transports.shm_pages import PeerMemory, PeerPages, copy_paged
@@ -29,13 +30,13 @@ from pdcore.transports.shm_segment import attach_segment
 from pdcore.transports.shm_wire import (
     MAX_PAYLOAD_BYTES,
     Hello,
-    SharedRegion,
+    Offer,
     credentials,
     decode_address,
     dial,
     pack_hello,
     pack_notify,
-    receive_regions,
+    receive_offer,
 )
 from pdcore.types import Incarnation, LeaseId
 
@@ -98,6 +99,9 @@ class Sender:
             raise PeerGone("the session is closed or its peer is gone: connect again")
         if lease.lease in link.revoked:
             raise TransportError(f"{lease.lease} was revoked by the receiver")
+        for batch in batches:
+            if batch.remote_region in link.refused:
+                raise TransportError(link.refused[batch.remote_region])
         if notify is not None:
             _check_notify(link, notify)
         plan = plan_copies(batches, self._regions.sizes, link.sizes, lease)
@@ -207,16 +211,18 @@ def _open_link(
         pidfd = open_pidfd(process)
         hello = Hello(mine, descriptor.incarnation, this_process().start_ticks)
         sock.sendall(pack_hello(hello))
-        shared = receive_regions(sock, deadline)
-        memory = _attach(shared, descriptor.regions, pages)
+        offer = receive_offer(sock, deadline)
+        link = Link(sock, descriptor.incarnation, process)
+        link.memory.update(_map(offer, descriptor.regions, pages))
+        _attach(link, offer, pidfd)
     except OSError as error:
         _hang_up(sock, pidfd)
         raise PeerGone(f"the peer closed the connection: {error.strerror}") from error
     except TransportError:
         _hang_up(sock, pidfd)
         raise
-    sizes = {region: len(mapped.array) for region, mapped in memory.items()}
-    return Link(sock, descriptor.incarnation, process, memory, sizes), pidfd
+    link.sizes.update((region, memory.size_bytes) for region, memory in link.memory.items())
+    return link, pidfd
 
 
 def _hang_up(sock: socket.socket, pidfd: int) -> None:
@@ -225,18 +231,17 @@ def _hang_up(sock: socket.socket, pidfd: int) -> None:
         os.close(pidfd)
 
 
-def _attach(
-    shared: list[tuple[SharedRegion, int]], published: dict[int, int], pages: PeerPages
-) -> dict[int, PeerMemory]:
+def _map(offer: Offer, published: dict[int, int], pages: PeerPages) -> dict[int, PeerMemory]:
     """Map what the peer handed over. Raises TransportError when the descriptor names
     other regions than it has; no descriptor stays open then."""
-    fds = [fd for _, fd in shared]
-    found = {region.region_id: region.size_bytes for region, _ in shared}
+    fds = [fd for _, fd in offer.shared]
+    found = {region.region_id: region.size_bytes for region, _ in offer.shared}
+    found |= {region.region_id: region.size_bytes for region in offer.attached}
     memory: dict[int, PeerMemory] = {}
     try:
         if not published.items() <= found.items():
             raise TransportError("stale descriptor: it names regions the peer does not have")
-        for region, fd in shared:
+        for region, fd in offer.shared:
             fds.remove(fd)
             segment = attach_segment(fd, region.size_bytes, region.offset, sealed=region.sealed)
             memory[region.region_id] = PeerMemory(segment, pages)
@@ -244,3 +249,24 @@ def _attach(
         for fd in fds:
             os.close(fd)
     return memory
+
+
+def _attach(link: Link, offer: Offer, pidfd: int) -> None:
+    """Try whether what the peer registered can be written from here; ``link.refused`` says of
+    what cannot why. Raises PeerGone, and TransportError when there is nothing else to write."""
+    if offer.key is None:
+        return
+    space = PeerSpace(link.process, pidfd, offer.key)
+    for region in offer.attached:
+        try:
+            space.probe(region.latch)
+            link.memory[region.region_id] = AttachedMemory(region, space)
+        except PeerGone:
+            raise
+        except TransportError as error:
+            link.refused[region.region_id] = (
+                "this target's memory was registered, not allocated, and the kernel does not let "
+                f"us write it: {error}; use allocate() there, or transport socket"
+            )
+    if not link.memory:
+        raise TransportError(next(iter(link.refused.values())))

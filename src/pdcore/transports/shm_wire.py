@@ -28,11 +28,20 @@ MAX_FRAME_BYTES: Final = 65536
 MAX_ADDRESS_BYTES: Final = 107
 #: The kernel passes at most 253 descriptors in one message.
 REGIONS_PER_FRAME: Final = 200
+#: Registered regions, which need no descriptor.
+ATTACHED_PER_FRAME: Final = 2000
+#: What opens an address space to its peers (see shm_attach).
+KEY_PAGES: Final = 8
+NONCE_BYTES: Final = 8
+#: Sums of two of them fit an int64.
+MAX_ATTACHED_ADDRESS: Final = 1 << 62
 
 _HEAD: Final = struct.Struct("<4sBB")
 _HELLO: Final = struct.Struct("<16s16sQ")
 _REGION: Final = struct.Struct("<IQIB")
-_COUNT: Final = struct.Struct("<I")
+_COUNTS: Final = struct.Struct("<II")
+_KEY: Final = struct.Struct(f"<{NONCE_BYTES}s{KEY_PAGES}Q")
+_ATTACHED: Final = struct.Struct("<IQQQ")
 _LEASE: Final = struct.Struct("<16sq")
 _BLOB: Final = struct.Struct("<16sIQ")
 _CREDENTIALS: Final = struct.Struct("<iII")
@@ -41,8 +50,8 @@ MAX_PAYLOAD_BYTES: Final = MAX_FRAME_BYTES - _HEAD.size - _LEASE.size
 
 
 class Kind(enum.IntEnum):
-    """HELLO is the sender's first frame; the receiver answers WELCOME and REGIONS, or
-    REFUSED. Afterwards NOTIFY goes to the receiver, REVOKE to the sender, and either
+    """HELLO is the sender's first frame; the receiver answers WELCOME, REGIONS and
+    ATTACHED, or REFUSED. Afterwards NOTIFY goes to the receiver, REVOKE to the sender, and either
     side ends with DISCONNECT (this session) or BYE (this incarnation, quiesced)."""
 
     HELLO = 1
@@ -53,6 +62,7 @@ class Kind(enum.IntEnum):
     REVOKE = 6
     DISCONNECT = 7
     BYE = 8
+    ATTACHED = 9
 
 
 @attrs.frozen
@@ -68,6 +78,35 @@ class SharedRegion:
     size_bytes: int
     offset: int
     sealed: bool
+
+
+@attrs.frozen
+class AttachedRegion:
+    """Registered memory of the peer's process: where it lies there, and the page that stays
+    mapped as long as it is registered."""
+
+    region_id: int
+    size_bytes: int
+    address: int
+    latch: int
+
+
+@attrs.frozen
+class SpaceKey:
+    """Addresses of pages which only one address space has, and what stands in each."""
+
+    nonce: bytes = attrs.field(repr=False)
+    pages: tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class Offer:
+    """What a receiver lets its peers write. ``shared``: with the descriptor of each segment;
+    ``key`` is there when anything is ``attached``."""
+
+    shared: list[tuple[SharedRegion, int]]
+    attached: tuple[AttachedRegion, ...] = ()
+    key: SpaceKey | None = None
 
 
 @attrs.frozen
@@ -138,9 +177,11 @@ def unpack_lease(body: bytes) -> tuple[LeaseId, bytes]:
     return LeaseId(Incarnation(incarnation), counter), body[_LEASE.size :]
 
 
-def send_regions(sock: socket.socket, regions: list[tuple[SharedRegion, int]]) -> None:
-    """WELCOME and the descriptors of all segments. Raises OSError."""
-    sock.send(pack(Kind.WELCOME, _COUNT.pack(len(regions))), socket.MSG_NOSIGNAL)
+def send_offer(sock: socket.socket, offer: Offer) -> None:
+    """WELCOME, the descriptors of all segments, and where registered memory is. Raises OSError."""
+    regions = offer.shared
+    counts = _COUNTS.pack(len(regions), len(offer.attached))
+    sock.send(pack(Kind.WELCOME, counts), socket.MSG_NOSIGNAL)
     for start in range(0, len(regions), REGIONS_PER_FRAME):
         part = regions[start : start + REGIONS_PER_FRAME]
         body = b"".join(
@@ -149,10 +190,19 @@ def send_regions(sock: socket.socket, regions: list[tuple[SharedRegion, int]]) -
         rights = array.array("i", [fd for _, fd in part]).tobytes()
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
         sock.sendmsg([pack(Kind.REGIONS, body)], control, socket.MSG_NOSIGNAL)
+    if offer.key is None:
+        return
+    key = _KEY.pack(offer.key.nonce, *offer.key.pages)
+    for start in range(0, len(offer.attached), ATTACHED_PER_FRAME):
+        entries = (
+            _ATTACHED.pack(r.region_id, r.size_bytes, r.address, r.latch)
+            for r in offer.attached[start : start + ATTACHED_PER_FRAME]
+        )
+        sock.send(pack(Kind.ATTACHED, key + b"".join(entries)), socket.MSG_NOSIGNAL)
 
 
-def receive_regions(sock: socket.socket, deadline: float) -> list[tuple[SharedRegion, int]]:
-    """What ``send_regions`` sent; the caller owns the descriptors.
+def receive_offer(sock: socket.socket, deadline: float) -> Offer:
+    """What ``send_offer`` sent; the caller owns the descriptors.
 
     Raises PeerGone when nothing comes in time, TransportError when refused or malformed;
     no descriptor stays open then.
@@ -162,10 +212,10 @@ def receive_regions(sock: socket.socket, deadline: float) -> list[tuple[SharedRe
     try:
         if kind is Kind.REFUSED:
             raise TransportError(f"the peer refused: {body.decode(errors='replace')[:500]}")
-        if kind is not Kind.WELCOME or len(body) != _COUNT.size or fds:
+        if kind is not Kind.WELCOME or len(body) != _COUNTS.size or fds:
             raise TransportError("the peer answered with something else than WELCOME")
-        (count,) = _COUNT.unpack(body)
-        while len(found) < count:
+        num_shared, num_attached = _COUNTS.unpack(body)
+        while len(found) < num_shared:
             kind, body, fds = _receive(sock, deadline)
             if kind is not Kind.REGIONS or len(body) != _REGION.size * len(fds) or not fds:
                 raise TransportError(
@@ -175,11 +225,32 @@ def receive_regions(sock: socket.socket, deadline: float) -> list[tuple[SharedRe
                 region_id, size, offset, sealed = entry
                 found.append((SharedRegion(region_id, size, offset, bool(sealed)), fds[i]))
             fds = []
-        return found
+        attached: list[AttachedRegion] = []
+        key = None
+        while len(attached) < num_attached:
+            kind, body, fds = _receive(sock, deadline)
+            if kind is not Kind.ATTACHED or fds:
+                raise TransportError("the peer's registered regions are malformed")
+            key, part = _unpack_attached(body)
+            attached += part
+        return Offer(found, tuple(attached), key)
     except TransportError:
         for fd in [*fds, *(fd for _, fd in found)]:
             os.close(fd)
         raise
+
+
+def _unpack_attached(body: bytes) -> tuple[SpaceKey, list[AttachedRegion]]:
+    """Raises TransportError; the addresses are those of another process, and mean nothing here."""
+    if len(body) <= _KEY.size or (len(body) - _KEY.size) % _ATTACHED.size:
+        raise TransportError("the peer's registered regions are malformed")
+    nonce, *pages = _KEY.unpack_from(body)
+    found = [AttachedRegion(*entry) for entry in _ATTACHED.iter_unpack(body[_KEY.size :])]
+    for region in found:
+        last = region.address + region.size_bytes
+        if not region.size_bytes or max(last, region.latch, *pages) >= MAX_ATTACHED_ADDRESS:
+            raise TransportError("the peer's registered regions are malformed")
+    return SpaceKey(nonce, tuple(pages)), found
 
 
 def _receive(sock: socket.socket, deadline: float) -> tuple[Kind, bytes, list[int]]:

@@ -17,15 +17,16 @@ import pytest
 from pdcore.errors import TransportError
 from pdcore.transports import shm_door
 from pdcore.transports.process_proof import this_process
-from pdcore.transports.shm_door import Door, Shared
+from pdcore.transports.shm_door import Door
 from pdcore.transports.shm_wire import (
     Hello,
     Kind,
+    Offer,
     SharedRegion,
     dial,
     pack,
     pack_hello,
-    receive_regions,
+    receive_offer,
 )
 from pdcore.types import Incarnation
 
@@ -39,8 +40,8 @@ class Rig:
         self.rung = threading.Semaphore(0)
         self.door = Door(US, self.share, self.rung.release)
 
-    def share(self, hand_over: Callable[[Shared], None]) -> None:
-        hand_over([(SharedRegion(1, 4096, 0, True), self.fd)])
+    def share(self, hand_over: Callable[[Offer], None]) -> None:
+        hand_over(Offer([(SharedRegion(1, 4096, 0, True), self.fd)]))
 
     def call(self) -> socket.socket:
         return dial(self.door.address.name, 2.0)
@@ -62,7 +63,7 @@ def hello(target: Incarnation = US, ticks: int | None = None) -> bytes:
 
 
 def answer(sock: socket.socket) -> list[SharedRegion]:
-    got = receive_regions(sock, time.monotonic() + 10)
+    got = receive_offer(sock, time.monotonic() + 10).shared
     for _, fd in got:
         os.close(fd)
     return [region for region, _ in got]

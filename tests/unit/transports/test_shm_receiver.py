@@ -22,7 +22,7 @@ from pdcore.transports.shm_wire import (
     pack_hello,
     pack_notify,
     pack_revoke,
-    receive_regions,
+    receive_offer,
 )
 from pdcore.types import Incarnation
 
@@ -35,7 +35,7 @@ def raw_peer(pair: Pair) -> socket.socket:
     found = decode(pair.receiver.transport.descriptor(), "shm")
     sock = dial(decode_address(found.blob).name, 2.0)
     sock.sendall(pack_hello(Hello(STRANGER, found.incarnation, this_process().start_ticks)))
-    for _, fd in receive_regions(sock, time.monotonic() + 10):
+    for _, fd in receive_offer(sock, time.monotonic() + 10).shared:
         os.close(fd)
     sock.setblocking(False)
     return sock

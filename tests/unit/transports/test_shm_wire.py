@@ -14,19 +14,23 @@ from hypothesis import strategies as st
 from pdcore.errors import PeerGone, TransportError
 from pdcore.transports.process_proof import ProcessKey
 from pdcore.transports.shm_wire import (
+    KEY_PAGES,
     MAX_PAYLOAD_BYTES,
     Address,
+    AttachedRegion,
     Hello,
     Kind,
+    Offer,
     SharedRegion,
+    SpaceKey,
     credentials,
     decode_address,
     dial,
     pack,
     pack_hello,
     pack_notify,
-    receive_regions,
-    send_regions,
+    receive_offer,
+    send_offer,
     unpack,
     unpack_hello,
     unpack_lease,
@@ -34,6 +38,7 @@ from pdcore.transports.shm_wire import (
 from pdcore.types import Incarnation, LeaseId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SOCK_SEQPACKET is Linux")
+ONE_SHARED, ONE_ATTACHED = b"\1\0\0\0" + bytes(4), bytes(4) + b"\1\0\0\0"
 US, THEM = Incarnation(b"u" * 16), Incarnation(b"t" * 16)
 
 
@@ -79,8 +84,10 @@ def test_descriptors_are_handed_over(ends: tuple[socket.socket, socket.socket]) 
     """More regions than one message can carry; each arrives once and is the same file."""
     fds = [os.memfd_create(f"r{i}") for i in range(3)]
     shared = [(SharedRegion(i, 10 + i, 0, i % 2 == 0), fds[i % 3]) for i in range(450)]
-    send_regions(ends[0], shared)
-    got = receive_regions(ends[1], soon())
+    send_offer(ends[0], Offer(shared))
+    offer = receive_offer(ends[1], soon())
+    assert (offer.attached, offer.key) == ((), None)
+    got = offer.shared
     assert [region for region, _ in got] == [region for region, _ in shared]
     for (region, mine), (_, theirs) in zip(got, shared, strict=True):
         assert os.path.samestat(os.fstat(mine), os.fstat(theirs)), region
@@ -90,14 +97,34 @@ def test_descriptors_are_handed_over(ends: tuple[socket.socket, socket.socket]) 
         os.close(fd)
 
 
+def test_registered_regions_are_told(ends: tuple[socket.socket, socket.socket]) -> None:
+    """More than one frame holds, beside a segment; the addresses mean nothing here."""
+    attached = tuple(AttachedRegion(i, 1 + i, i << 40, i << 30) for i in range(4500))
+    key = SpaceKey(b"8 bytes.", tuple(range(10, 10 + KEY_PAGES)))
+    fd = os.memfd_create("r")
+    send_offer(ends[0], Offer([(SharedRegion(9999, 10, 0, True), fd)], attached, key))
+    os.close(fd)
+    got = receive_offer(ends[1], soon())
+    ((region, mine),) = got.shared
+    os.close(mine)
+    assert (region.region_id, got.attached, got.key) == (9999, attached, key)
+    assert "8 bytes" not in repr(got.key)
+
+
 @pytest.mark.parametrize(
     "frames",
     [
         [pack(Kind.REFUSED, b"because")],
         [pack(Kind.HELLO)],
         [pack(Kind.WELCOME, b"\1\0\0")],
-        [pack(Kind.WELCOME, b"\1\0\0\0"), pack(Kind.REGIONS, b"r" * 17)],
-        [pack(Kind.WELCOME, b"\1\0\0\0"), pack(Kind.NOTIFY)],
+        [pack(Kind.WELCOME, b"\1\0\0\0")],
+        [pack(Kind.WELCOME, ONE_SHARED), pack(Kind.REGIONS, b"r" * 17)],
+        [pack(Kind.WELCOME, ONE_SHARED), pack(Kind.NOTIFY)],
+        [pack(Kind.WELCOME, ONE_ATTACHED), pack(Kind.REGIONS, b"r" * 17)],
+        [pack(Kind.WELCOME, ONE_ATTACHED), pack(Kind.ATTACHED, b"a" * 72)],
+        [pack(Kind.WELCOME, ONE_ATTACHED), pack(Kind.ATTACHED, b"a" * 101)],
+        [pack(Kind.WELCOME, ONE_ATTACHED), pack(Kind.ATTACHED, bytes(100))],
+        [pack(Kind.WELCOME, ONE_ATTACHED), pack(Kind.ATTACHED, bytes(72) + b"\xff" * 28)],
         [b"rubbish"],
     ],
 )
@@ -109,15 +136,15 @@ def test_bad_answers_are_refused(
         socket.send_fds(ends[0], [frame], [spare] if b"r" * 17 not in frame else [])
     os.close(spare)
     with pytest.raises(TransportError):
-        receive_regions(ends[1], soon())
+        receive_offer(ends[1], soon())
 
 
 def test_silence_and_hanging_up(ends: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(PeerGone, match="in time"):
-        receive_regions(ends[1], time.monotonic() + 0.01)
+        receive_offer(ends[1], time.monotonic() + 0.01)
     ends[0].close()
     with pytest.raises(PeerGone, match="closed"):
-        receive_regions(ends[1], soon())
+        receive_offer(ends[1], soon())
 
 
 def test_running_out_of_descriptors(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -125,12 +152,12 @@ def test_running_out_of_descriptors(ends: tuple[socket.socket, socket.socket]) -
     import resource
 
     spare = os.memfd_create("spare")
-    send_regions(ends[0], [(SharedRegion(i, 1, 0, True), spare) for i in range(100)])
+    send_offer(ends[0], Offer([(SharedRegion(i, 1, 0, True), spare) for i in range(100)]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 20, hard))
     try:
         with pytest.raises(TransportError, match="descriptors"):
-            receive_regions(ends[1], soon())
+            receive_offer(ends[1], soon())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.close(spare)
