@@ -210,11 +210,14 @@ own.add(1, array.ctypes.data, 65536)
 (region,) = own.regions()
 print(json.dumps({"region": [region.region_id, region.size_bytes, region.address, region.latch],
     "nonce": own.key.nonce.hex(), "pages": own.key.pages}), flush=True)
+# Children end with this process, and leave its standard input to it.
+end_of_life, life = os.pipe()
 for line in sys.stdin:
     if line == "fork\\n":
         child = os.fork()
         if child == 0:
-            sys.stdin.read()
+            os.close(life)
+            os.read(end_of_life, 1)
             os._exit(0)
         print(child, flush=True)
     elif line == "exec\\n":
