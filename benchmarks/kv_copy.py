@@ -1,11 +1,12 @@
 """kv_copy: GiB/s from submit to proven arrival, against the row loop that nothing beats.
 
 64 MiB as 4,096 blocks of 16 KiB scattered on both sides, and 256 MiB in one piece. The
-receiver is another process (shm, socket, gloo) or another endpoint (loopback). The limit is numpy
-copying the same blocks one by one inside this process, into memory of the same kind. Beside
-it, for one piece, stands a single memcpy: it may bypass the caches, but nobody could stop it
-before it ends. Arrival is proven once before the timing, by a checksum that the receiver
-computes; timed is what the sender must wait for until it may report Done.
+receiver is another process (shm, "shm attach" into memory that it only registered, socket,
+gloo) or another endpoint (loopback). The limit is numpy copying the same blocks one by one
+inside this process, into memory of the same kind. Beside it, for one piece, stands a single
+memcpy: it may bypass the caches, but nobody could stop it before it ends. Arrival is proven
+once before the timing, by a checksum that the receiver computes; timed is what the sender must
+wait for until it may report Done.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.common import Result, check, interleave, result_of, row
 from pdcore.kv.plan import Int64Array, WriteBatch
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness, TransportHarness
 from pdcore.testing.transport_peer import pattern
+from pdcore.transports import shm_attach
 from pdcore.transports.base import Completion, HandleStatus, RemoteLease, Transport
 from pdcore.transports.shm import why_unavailable
 from pdcore.types import LeaseId
@@ -97,9 +99,11 @@ def rate(started: float, rows: Int64Array) -> float:
 
 
 def harness_of(name: str) -> TransportHarness:
-    """Of "loopback", "shm", "socket unix" or "socket tcp"."""
+    """Of "loopback", "shm", "shm attach", "socket unix" or "socket tcp"."""
     if name == "loopback":
         return LoopbackHarness()
+    if name == "shm attach":
+        return RegistryHarness("shm", shared=False)
     transport, _, family = name.partition(" ")
     return RegistryHarness(transport, **({"families": [family]} if family else {}))
 
@@ -240,7 +244,9 @@ TARGETS: Mapping[tuple[str, str], float] = {
 def measure(kind: str, size: int, rows: Int64Array) -> list[Result]:
     names = ["loopback"]
     if why_unavailable() is None:
-        names += ["socket unix", "socket tcp", "shm"]
+        names += ["socket unix", "socket tcp"]
+        names += ["shm attach"] if shm_attach.why_unavailable() is None else []
+        names += ["shm"]
     with ExitStack() as stack:
         routes = {name: stack.enter_context(route(name, size)) for name in names}
         sides: Sides = {}
