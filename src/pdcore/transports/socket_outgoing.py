@@ -17,7 +17,14 @@ import attrs
 import numpy as np
 
 from pdcore.errors import TransportError
-from pdcore.kv.plan import Int64Array
+from pdcore.kv.plan import (
+    LOCAL_OFFSET,
+    LOCAL_STRIDE,
+    REMOTE_OFFSET,
+    REMOTE_STRIDE,
+    ROWS,
+    Int64Array,
+)
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.check import CopyPlan, expand_rows
 from pdcore.transports.copy import ByteArray, cut_pieces
@@ -34,6 +41,8 @@ from pdcore.transports.socket_wire import (
 )
 from pdcore.types import LeaseId
 
+#: Rows of a plan that are expanded into pieces at once.
+_ROWS_AT_ONCE: Final = 4 * MAX_PIECES
 #: Transfers that a session may have at once; a submit that would exceed it is refused.
 MAX_JOBS: Final = 4096
 
@@ -69,20 +78,42 @@ def write_frames(
     plan: CopyPlan,
     local: Mapping[int, ByteArray],
     chunk_bytes: int = CHUNK_BYTES,
+    rows_at_once: int = _ROWS_AT_ONCE,
 ) -> Iterator[Vector]:
     """The WRITE frames of a checked plan, built one at a time: head and table are bytes of
     our own, the KV bytes are views of the registered memory."""
     for pair in plan.pairs:
         source = local[pair.local_region].data
-        start, into, width = cut_pieces(expand_rows(pair.pieces), chunk_bytes)
-        done = np.cumsum(width)
-        at, sent = 0, 0
-        while at < len(width):
-            end = int(np.searchsorted(done, sent + chunk_bytes, side="right"))
-            # One piece more than fits, rather than an empty frame.
-            end = min(max(end, at + 1), at + MAX_PIECES)
-            yield _write(handle, lease, pair.remote_region, source, start, into, width, at, end)
-            at, sent = end, int(done[end - 1])
+        for pieces in _few_rows(pair.pieces, rows_at_once):
+            start, into, width = cut_pieces(expand_rows(pieces), chunk_bytes)
+            done = np.cumsum(width)
+            at, sent = 0, 0
+            while at < len(width):
+                end = int(np.searchsorted(done, sent + chunk_bytes, side="right"))
+                # One piece more than fits, rather than an empty frame.
+                end = min(max(end, at + 1), at + MAX_PIECES)
+                yield _write(handle, lease, pair.remote_region, source, start, into, width, at, end)
+                at, sent = end, int(done[end - 1])
+
+
+def _few_rows(pieces: Int64Array, count: int) -> Iterator[Int64Array]:
+    """The same rows, ``count`` at a time: a long prompt between ranks of different TP
+    sizes has millions, and all connections would wait while they are expanded (D23)."""
+    parts = -(-pieces[:, ROWS] // count)
+    if parts.max(initial=0) > 1:
+        index = np.repeat(np.arange(len(parts)), parts)
+        skip = (np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)) * count
+        pieces = pieces[index]
+        pieces[:, LOCAL_OFFSET] += skip * pieces[:, LOCAL_STRIDE]
+        pieces[:, REMOTE_OFFSET] += skip * pieces[:, REMOTE_STRIDE]
+        pieces[:, ROWS] = np.minimum(pieces[:, ROWS] - skip, count)
+    done = np.cumsum(pieces[:, ROWS])
+    at = 0
+    while at < len(done):
+        before = int(done[at - 1]) if at else 0
+        end = int(np.searchsorted(done, before + count, side="right"))
+        yield pieces[at:end]
+        at = end
 
 
 def _write(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,9 +53,9 @@ pieces = st.lists(
 )
 
 
-@given(pieces, st.integers(1, 200))
+@given(pieces, st.integers(1, 200), st.integers(1, 9))
 def test_frames_carry_exactly_what_a_copy_would(
-    shapes: list[tuple[int, int, int, int]], chunk_bytes: int
+    shapes: list[tuple[int, int, int, int]], chunk_bytes: int, rows_at_once: int
 ) -> None:
     """Strided or not, whatever the chunk: putting each piece of each frame where it says
     gives the same memory as copying the plan."""
@@ -68,7 +70,7 @@ def test_frames_carry_exactly_what_a_copy_would(
     wanted, found = np.zeros(remote, np.uint8), np.zeros(remote, np.uint8)
     list(copy_steps(plan, {1: source}, {2: wanted}))
     total = 0
-    for frame in write_frames(5, LEASE, plan, {1: source}, chunk_bytes):
+    for frame in write_frames(5, LEASE, plan, {1: source}, chunk_bytes, rows_at_once):
         head, *views = frame.window()
         kind, size = unpack_head(head[: HEAD.size])
         assert kind is Kind.WRITE
@@ -94,6 +96,23 @@ def test_a_frame_never_holds_more_pieces_than_one_call_takes() -> None:
     sizes = [len(frame.window()) - 1 for frame in write_frames(1, LEASE, plan, {1: source})]
     assert sum(sizes) == count
     assert max(sizes) <= MAX_PIECES
+
+
+def test_millions_of_rows_are_not_expanded_at_once() -> None:
+    """D23: between ranks of different TP sizes a long prompt is millions of rows. Expanded
+    before the first frame, they took seconds of the one thread that serves everybody, and
+    more memory than the KV itself."""
+    count = 1 << 20
+    rows = np.array([[0, 0, 1, count, 2, 2]], np.int64)
+    lease = RemoteLease(LEASE, {2: np.array([[0, 2 * count]], np.int64)})
+    plan = plan_copies([WriteBatch(1, 2, rows)], {1: 2 * count}, {2: 2 * count}, lease)
+    source = np.zeros(2 * count, np.uint8)
+    tracemalloc.start()
+    frames = write_frames(1, LEASE, plan, {1: source})
+    assert len(next(frames).window()) == MAX_PIECES + 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_transfers_go_out_in_order_and_end_with_their_answers() -> None:
