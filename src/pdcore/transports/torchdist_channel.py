@@ -121,19 +121,22 @@ class Channel:
         poller.register(self._sock, select.POLLIN)
         if wake is not None:
             poller.register(wake, select.POLLIN)
+        is_late = False
         while True:
             frame = self._take()
             if frame is not None:
                 return _heard(*frame)
+            if is_late:
+                return None
             left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
             ready = [fd for fd, _ in poller.poll(left)]
+            # Also where there is always a little more to read, and never a whole frame.
+            is_late = deadline is not None and time.monotonic() >= deadline
             if self._sock.fileno() in ready:
                 with contextlib.suppress(_Empty):
                     self._fill()
             elif wake in ready:
                 os.eventfd_read(wake)
-                return None
-            elif deadline is not None and time.monotonic() >= deadline:
                 return None
 
     def close(self) -> None:

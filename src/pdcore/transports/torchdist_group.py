@@ -20,10 +20,13 @@ What gloo really does (torch 2.13, measured with two processes):
 - two groups connect one to the other: the side that dials a dead peer fails at once, the
   one that listens for it waits for five times the group's time-out (15 s of 3);
 - ``is_completed()`` of a send or receive stays False until somebody waits; there is no
-  cancel.
+  cancel;
+- where a group is built and no descriptor is left for its connection, gloo's own thread ends
+  the whole process ("terminate called after throwing 'gloo::EnforceNotMet'").
 
 So a side waits only for what the other has promised on the control connection to be
-there, never without a bound, and never on the worker's loop.
+there, never without a bound, and never on the worker's loop; and a group is only begun
+while some descriptors are left.
 
 HCCL comes through torch_npu: asynchronous on a stream, where ``is_completed()`` asks the
 event of the operation and ``wait()`` would block nothing but the stream. Its communicator
@@ -33,6 +36,8 @@ exchanges one byte, so that this happens there.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +66,9 @@ _GLOO_CONNECT_TIMEOUTS: Final = 5
 #: hccl exchanges addresses through the store and sets its links up in the first operation.
 HCCL_BUILD_TIMEOUT_S: Final = 60.0
 _HCCL_POLL_S: Final = 0.0002
+#: Descriptors that must be left when a group is begun; gloo needs one, others may be begun
+#: at the same time.
+MIN_DESCRIPTORS: Final = 16
 _TAG: Final = 1
 
 
@@ -282,6 +290,7 @@ class PairGroup:
         relay = relay_store(tell, hear)
         #: hccl goes on using it.
         self._store = PrefixStore(key.hex(), relay), relay
+        _require_descriptors()
         self._group = _guarded(lambda: backend.group(self._store[0], rank))
         greeting = Staging(1, backend.device)
         timeout_s = max(GREETING_TIMEOUT_S, backend.build_timeout_s)
@@ -313,6 +322,19 @@ class PairGroup:
             staging.download(size_bytes)
 
         _guarded(run)
+
+
+def _require_descriptors() -> None:
+    """Raises GroupFailed."""
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(MIN_DESCRIPTORS):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise GroupFailed(
+                f"fewer than {MIN_DESCRIPTORS} descriptors are left ({error.strerror}): raise "
+                "the limit of this process (ulimit -n)"
+            ) from error
 
 
 def _guarded(run: Callable[[], _T]) -> _T:

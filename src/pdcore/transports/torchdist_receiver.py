@@ -266,7 +266,8 @@ class Door:
     """A listening socket and the thread that takes callers from it."""
 
     def __init__(self, desk: Desk) -> None:
-        """Raises TransportError when it cannot listen at the desk's host."""
+        """Raises TransportError when it cannot listen at the desk's host, or no descriptor
+        or thread is left for it."""
         self._desk = desk
         #: Its thread's alone, until that has ended.
         self._links: list[Incoming] = []
@@ -280,11 +281,18 @@ class Door:
                 f"cannot listen at {desk.host} port {desk.port}: {error.strerror}"
             ) from error
         self._listener.setblocking(False)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         port = self._listener.getsockname()[1]
         self.address = Address(desk.backend.name, desk.host, port, desk.token)
         self._thread = threading.Thread(target=self._run, name="pdcore-torchdist-door", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._listener.close)
+            try:
+                self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                unless_made.callback(os.close, self._stop)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:
+                raise TransportError(f"this process is at its limits: {error}") from error
+            unless_made.pop_all()
 
     def close(self, deadline: float) -> list[str]:
         """Say goodbye to all, and wait until ``deadline``; what is left."""

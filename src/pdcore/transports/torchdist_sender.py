@@ -73,6 +73,10 @@ def open_channel(
     except LinkOver as over:
         channel.close()
         raise PeerGone(f"the peer closed the connection: {over.detail}") from None
+    except OSError as error:
+        channel.farewell(Kind.DISCONNECT)
+        channel.close()
+        raise TransportError(f"this process is at its limits: {error.strerror}") from error
     except TransportError as error:
         channel.farewell(Kind.DISCONNECT, str(error))
         channel.close()

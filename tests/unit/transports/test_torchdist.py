@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -33,6 +34,7 @@ from pdcore.transports.torchdist_wire import (
     decode_address,
 )
 from pdcore.types import Incarnation, RoomKey
+from tests.unit.transports.exhaustion import descriptors_left
 from tests.unit.transports.torchdist_rig import HOST, SOON_S, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchdist is Linux")
@@ -128,6 +130,22 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6, 7, 9, 12])
+def test_without_descriptors_it_says_so_and_leaves_none_open(count: int) -> None:
+    """G7, and nothing but TransportError: anything else ends the loop of the worker. With
+    nine left, gloo ended the whole process while it built a group."""
+    peer, before = (TorchDistTransport(Incarnation(name * 16)) for name in (b"p", b"b"))
+    descriptor = peer.descriptor()
+    with descriptors_left(count):
+        for call in (before.descriptor, lambda: before.connect(descriptor)):
+            with contextlib.suppress(TransportError):
+                call()
+        for link in before._sender._links:
+            link.join(SOON_S)
+    before.connect(descriptor)
+    assert before.close() == peer.close() == []
+
+
 def test_ipv6() -> None:
     with Pair(RegistryHarness("torchdist", host="::1")) as pair:
         finish(pair, pair.submit(pair.lease(), pair.batch((5, 7, 60_000))))

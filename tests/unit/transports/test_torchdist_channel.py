@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -14,7 +15,9 @@ from pdcore.transports import torchdist_witness
 from pdcore.transports.process_proof import boot_id, start_ticks
 from pdcore.transports.torchdist_channel import Channel, End, LinkOver, dial
 from pdcore.transports.torchdist_wire import (
+    MAGIC,
     MAX_BODY_BYTES,
+    VERSION,
     Address,
     Kind,
 )
@@ -169,6 +172,27 @@ def test_another_protocol_is_no_death(head: tuple[bytes, int, int, int]) -> None
     finally:
         one.close()
         channel.close()
+
+
+def test_a_frame_that_never_ends_keeps_nobody_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A megabyte is announced, and there is always one byte more of it to read: that kept
+    the owner's thread in ``connect`` for as long as the peer liked."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
+    with channels() as (one, other):
+        other._sock.sendall(struct.pack("<4sBBI", MAGIC, VERSION, Kind.WELCOME, 1 << 20) + b"x")
+        reads = 0
+
+        def fill() -> None:
+            nonlocal reads
+            reads += 1
+            assert reads < 1000
+
+        monkeypatch.setattr(one, "_fill", fill)
+        assert one.receive(None, 10.0) is None
+        assert reads < 10
 
 
 def test_nobody_there_is_peer_gone() -> None:
