@@ -140,8 +140,9 @@ class Memory(Protocol):
         ...
 
     def register(self, buffer: memoryview) -> Region:
-        """Register existing memory. Raises TransportError when this transport cannot
-        (shm targets must come from ``allocate``; sources may be registered)."""
+        """Register existing memory: a source, and where it is writable a target too, unless
+        the transport says that its targets come from ``allocate``. Raises TransportError when
+        this transport cannot."""
         ...
 
     def deregister(self, region: Region) -> None: ...
