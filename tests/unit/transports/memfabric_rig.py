@@ -1,0 +1,95 @@
+"""memfabric engines over the vendor's stand-in, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdcore.transports.memfabric import PAGE_BYTES, MemFabricEngine, MemFabricOptions
+
+VENDORS = Path(__file__).resolve().parents[2] / "vendors"
+VERSIONS = ("1.0.0", "1.0.5", "1.1.0", "1.1.6", "1.2.1", "1.3.0")
+
+
+@contextlib.contextmanager
+def vendor(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in in this version, as an installed package; gone afterwards."""
+    name = "mf_adapter" if version == "mf_adapter" else "memfabric_hybrid"
+    folder = "mf_adapter" if version == "mf_adapter" else "memfabric"
+    with monkeypatch.context() as patch:
+        patch.setenv("FAKE_MEMFABRIC_VERSION", version)
+        patch.syspath_prepend(str(VENDORS / folder))
+        patch.delitem(sys.modules, name, raising=False)
+        module = __import__(name)
+        module.FAULTS.reset()
+        try:
+            yield module
+        finally:
+            module.end_stores()
+            del sys.modules[name]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def options(version: str, **more: Any) -> MemFabricOptions:
+    """With a store where the version needs one."""
+    if version in ("1.0.0", "1.0.5", "1.1.0", "mf_adapter"):
+        more = {"store_url": f"tcp://127.0.0.1:{free_port()}", "creates_store": True} | more
+    return MemFabricOptions(**{"settle_timeout_s": 0.0} | more)
+
+
+class Memory:
+    """Bytes at a page of the vendor's, or ``off`` bytes behind it."""
+
+    def __init__(self, size: int, off: int = 0) -> None:
+        self._map = mmap.mmap(-1, size + off + 2 * PAGE_BYTES)
+        whole = np.frombuffer(self._map, np.uint8)
+        start = -whole.ctypes.data % PAGE_BYTES + off
+        self.bytes = whole[start : start + size]
+        self.base: int = self.bytes.ctypes.data
+        self.size = size
+
+
+class Pair:
+    """A writer and its target, one range each of ``size`` bytes, registered and open."""
+
+    def __init__(self, version: str, size: int = 1 << 16, **more: Any) -> None:
+        self.options = options(version, **more)
+        self.sender = MemFabricEngine(self.options)
+        self.receiver = MemFabricEngine(self.options)
+        self.source, self.target = Memory(size), Memory(size)
+        self.source.bytes[:] = np.arange(size, dtype=np.uint32).view(np.uint8)[:size]
+        self.sender.register(self.source.base, size)
+        self.receiver.register(self.target.base, size)
+        self.peer = self.sender.open(self.receiver.address())
+
+    def write(self, *pieces: tuple[int, int, int], is_stopping: bool = False) -> None:
+        """(local offset, remote offset, bytes) each."""
+        rows = np.array(pieces, np.int64).reshape(-1, 3)
+        self.sender.write(
+            self.peer,
+            rows[:, 0] + self.source.base,
+            rows[:, 1] + self.target.base,
+            rows[:, 2],
+            lambda: is_stopping,
+        )
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sender.close()
+        self.receiver.close()
