@@ -109,17 +109,19 @@ def harness_of(name: str) -> TransportHarness:
 
 
 class Route:
-    """A transport here, its peer elsewhere, a region of ``size`` on both sides."""
+    """A transport here, its peer elsewhere, a region of ``size`` on both sides (of
+    ``target_size`` at the peer, where that is another)."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, target_size: int | None = None) -> None:
         harness = harness_of(name)
         self.peer = harness.peer()
-        self.target = self.peer.allocate(size)
+        self.target_size = target_size or size
+        self.target = self.peer.allocate(self.target_size)
         self.transport: Transport = harness.create()
         self.source = self.transport.allocate(size)
         self.source.buffer[:] = pattern(size, SEED)
         #: For the row loop: memory of the same kind in this process.
-        self.scratch = self.transport.allocate(size)
+        self.scratch = self.transport.allocate(self.target_size)
         self.session = self.transport.connect(self.peer.descriptor())
         self._leases = 0
         self._poller = select.poll()
@@ -128,26 +130,33 @@ class Route:
         if bell is not None:
             self._poller.register(bell, select.POLLIN)
 
-    def lease(self, size: int) -> RemoteLease:
+    def lease(self, ranges: Int64Array | None = None) -> RemoteLease:
+        """On ``ranges`` of the target, (n, 2); on all of it without."""
         self._leases += 1
-        ranges = {self.target: np.array([[0, size]], np.int64)}
-        lease = RemoteLease(LeaseId(self.peer.incarnation, self._leases), ranges)
+        if ranges is None:
+            ranges = np.array([[0, self.target_size]], np.int64)
+        lease = RemoteLease(LeaseId(self.peer.incarnation, self._leases), {self.target: ranges})
         self.peer.grant(lease)
         return lease
 
-    def copies(self, rows: Int64Array) -> Callable[[], float]:
-        lease = self.lease(self.source.size_bytes)
+    def send(self, rows: Int64Array, lease: RemoteLease) -> None:
+        """From submit to what the sender must wait for."""
         batch = WriteBatch(self.source.region_id, self.target, rows)
+        handle = self.transport.submit(self.session, [batch], lease)
+        while True:
+            for event in self.transport.poll():
+                if isinstance(event, Completion) and event.handle == handle:
+                    check(event.status is HandleStatus.DONE, f"{event}")
+                    return
+            self._poller.poll(self._poll_ms)
+
+    def copies(self, rows: Int64Array) -> Callable[[], float]:
+        lease = self.lease()
 
         def run() -> float:
             start = time.perf_counter()
-            handle = self.transport.submit(self.session, [batch], lease)
-            while True:
-                for event in self.transport.poll():
-                    if isinstance(event, Completion) and event.handle == handle:
-                        check(event.status is HandleStatus.DONE, f"{event}")
-                        return rate(start, rows)
-                self._poller.poll(self._poll_ms)
+            self.send(rows, lease)
+            return rate(start, rows)
 
         return run
 
@@ -158,8 +167,8 @@ class Route:
 
 
 @contextmanager
-def route(name: str, size: int) -> Iterator[Route]:
-    made = Route(name, size)
+def route(name: str, size: int, target_size: int | None = None) -> Iterator[Route]:
+    made = Route(name, size, target_size)
     try:
         yield made
     finally:
