@@ -99,7 +99,7 @@ def _from(tell: Tell | None, offset: int, total: int) -> Tell:
 
 def variants_of(name: str) -> list[str]:
     """Names of the ways to use it; one without a name where it has no others."""
-    return list(registry.load(name).variants) or [""]
+    return list(registry.load(name).all_variants())
 
 
 def harness_for(name: str, variant: str) -> TransportHarness:
@@ -107,7 +107,7 @@ def harness_for(name: str, variant: str) -> TransportHarness:
     plugin = registry.load(name)
     if name == "loopback":
         return LoopbackHarness(Revocation(variant or "sender_ack"), cycles=plugin.cycles)
-    options = plugin.variants[variant] if variant else plugin.worker_options
+    options = plugin.all_variants()[variant]
     harness = RegistryHarness(name, cycles=plugin.cycles)
     harness.options |= options
     return harness

@@ -61,11 +61,18 @@ class TransportPlugin:
     remedy: str = ""
     #: Ways to use it, name -> options: the conformance suite runs on each. None: the plain one.
     variants: Mapping[str, Mapping[str, object]] = attrs.field(factory=dict)
+    #: Further ones beside these, for what this machine may forbid; found out when it is asked.
+    variants_here: Callable[[], Mapping[str, Mapping[str, object]]] = dict
     #: Options that place it at an address of its own which the next life may take again; none
     #: for a transport whose addresses are never used twice.
     fixed_address: Callable[[], Mapping[str, object]] = dict
     #: Connect/close cycles of the growth checks; at least 30, for vendors that start slowly.
     cycles: int = attrs.field(default=1000, validator=attrs.validators.ge(30))
+
+    def all_variants(self) -> dict[str, Mapping[str, object]]:
+        """Those that can be used here; the plain one, without a name, where there are no fixed
+        ones."""
+        return {**(self.variants or {"": self.worker_options}), **self.variants_here()}
 
 
 @attrs.frozen

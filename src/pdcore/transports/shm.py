@@ -279,12 +279,10 @@ if sys.platform == "linux":
 
 
 def _variants() -> dict[str, dict[str, object]]:
-    """As workers use it; and with memory that is registered, where no rule of this machine
-    forbids to write that."""
-    workers: dict[str, object] = {"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES}
-    if sys.platform != "linux" or shm_attach.why_unavailable() is not None:
-        return {"": workers}
-    return {"": workers, "attach": {**workers, "shared": False}}
+    """With memory that is registered, where no rule of this machine forbids to write it."""
+    if why_unavailable() is not None or shm_attach.why_unavailable() is not None:
+        return {}
+    return {"attach": {"shared": False}}
 
 
 PLUGIN = TransportPlugin(
@@ -292,6 +290,6 @@ PLUGIN = TransportPlugin(
     why_unavailable=why_unavailable,
     worker_options={"peer_resident_bytes": WORKER_PEER_RESIDENT_BYTES},
     caps=CAPS,
-    variants=_variants(),
+    variants_here=_variants,
     remedy="Linux 5.3 or later with memfd_create, or a writable /dev/shm, is needed",
 )

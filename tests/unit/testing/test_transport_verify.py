@@ -51,6 +51,10 @@ def test_a_transport_is_checked_as_its_workers_use_it() -> None:
     assert isinstance(harness, RegistryHarness)
     assert harness.options == registry.load("shm").worker_options
     assert harness.cycles == 1000
+    if "attach" in variants_of("shm"):
+        other_way = harness_for("shm", "attach")
+        assert isinstance(other_way, RegistryHarness)
+        assert other_way.options == {"shared": False}
     assert variants_of("loopback") == [kind.value for kind in Revocation]
     other = harness_for("loopback", "quarantine")
     assert isinstance(other, LoopbackHarness)

@@ -187,3 +187,12 @@ def test_presence_says_what_helps() -> None:
 def test_a_plugin_may_not_ask_for_fewer_cycles_than_show_a_leak() -> None:
     with pytest.raises(ValueError, match="cycles"):
         TransportPlugin(LoopbackTransport, lambda: None, cycles=29)
+
+
+def test_variants_that_a_machine_may_forbid_are_asked_for_late() -> None:
+    plain = TransportPlugin(LoopbackTransport, lambda: None, {"address": "worker"})
+    assert plain.all_variants() == {"": {"address": "worker"}}
+    more = attrs.evolve(plain, variants_here=lambda: {"fast": {}})
+    assert more.all_variants() == {"": {"address": "worker"}, "fast": {}}
+    named = attrs.evolve(more, variants={"slow": {"address": "slow"}})
+    assert list(named.all_variants()) == ["slow", "fast"]
