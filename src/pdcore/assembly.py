@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import attrs
+import numpy as np
 
 from pdcore.background import Background, BackgroundCalls
 from pdcore.clock import Clock
@@ -24,6 +25,7 @@ from pdcore.executor import Executor, FetchRoute
 from pdcore.fsm.events import TopologyFetched
 from pdcore.group_worker import FollowerPort, Group, GroupPort, GroupWorker
 from pdcore.kv.cache import KVBlocks
+from pdcore.kv.checksums import ByteArray
 from pdcore.local import LocalPort
 from pdcore.scheduler.consensus import Consensus, LocalConsensus
 from pdcore.scheduler.decode import DecodeCore
@@ -33,7 +35,7 @@ from pdcore.scheduler.setup import CoreSetup
 from pdcore.system_clock import SystemClock
 from pdcore.topology import ParallelLayout
 from pdcore.transports.base import Revocation, Transport
-from pdcore.types import PeerRef, Role
+from pdcore.types import INTEGRITY, NO_CHECKSUMS, PeerRef, Role
 from pdcore.worker import Core, LeaderPort, Ports, Worker
 
 #: How often parts without a descriptor are looked at, in seconds.
@@ -57,6 +59,9 @@ class WorkerOptions:
     layout: ParallelLayout = attrs.field(factory=lambda: ParallelLayout(1))
     group: GroupPort | None = None
     limits: CoreLimits = DEFAULT_LIMITS
+    #: ``crc32``: decode asks for checksums with its KV and compares them; prefill serves only a
+    #: decode that asks. ``none`` at prefill: what decode asks for.
+    integrity: str = NO_CHECKSUMS
     sources: Sequence[ZmqSource] = ()
     clock: Clock = attrs.field(factory=SystemClock)
     consensus: Consensus = attrs.field(factory=LocalConsensus)
@@ -81,7 +86,8 @@ def build_worker(
     All ranks of a group must be given the same limits and ``num_blocks``: they decide alike.
     Raises ConfigError for a rank of a group without the link to it."""
     group = join_group(options)
-    setup = take_memory(runner, transport, channel, options)
+    memory: dict[int, ByteArray] = {}
+    setup = take_memory(runner, transport, channel, options, memory)
     blocks = KVBlocks(runner.kv_cache_spec, options.num_blocks, runner.max_model_len)
     core: Core
     if options.role is Role.PREFILL:
@@ -100,6 +106,7 @@ def build_worker(
         options.consensus if group is None else group.voting,
         background,
         options.fetch_route or _no_route,
+        memory,
     )
     own = (channel,) if isinstance(channel, ZmqChannel) else ()
     wait = options.wait or make_wait(
@@ -125,16 +132,27 @@ def join_group(options: WorkerOptions) -> Group | None:
 
 
 def take_memory(
-    runner: ModelRunner, transport: Transport, channel: ControlChannel, options: WorkerOptions
+    runner: ModelRunner,
+    transport: Transport,
+    channel: ControlChannel,
+    options: WorkerOptions,
+    memory: dict[int, ByteArray] | None = None,
 ) -> CoreSetup:
-    """Let the runner take registered KV memory; returns what the core must know."""
+    """Let the runner take registered KV memory; returns what the core must know. ``memory`` is
+    given what of it this process can read, by region.
+
+    Raises ConfigError for an unknown ``integrity``, or one for memory that cannot be read."""
+    readable: dict[int, ByteArray] = {} if memory is None else memory
 
     def allocate(size_bytes: int) -> tuple[int, memoryview]:
         region = transport.allocate(size_bytes)
+        readable[region.region_id] = np.frombuffer(region.buffer, np.uint8)
         return region.region_id, region.buffer
 
     placement = runner.initialize_cache(options.num_blocks, allocate)
     caps = transport.caps
+    is_host_memory = set(placement.regions) <= readable.keys() and "cpu" in caps.device_kinds
+    _check_integrity(options.integrity, is_host_memory)
     return CoreSetup(
         me=PeerRef(options.instance, options.rank, transport.incarnation, channel.address),
         limits=options.limits,
@@ -149,7 +167,19 @@ def take_memory(
         quarantine_s=caps.quarantine_s if caps.revocation is Revocation.QUARANTINE else 0.0,
         layout=options.layout,
         group_size=options.layout.group_size,
+        integrity=options.integrity,
+        is_host_memory=is_host_memory,
     )
+
+
+def _check_integrity(integrity: str, is_host_memory: bool) -> None:
+    if integrity not in INTEGRITY:
+        raise ConfigError(f"integrity: {integrity!r}; use one of {', '.join(INTEGRITY)}")
+    if integrity != NO_CHECKSUMS and not is_host_memory:
+        raise ConfigError(
+            f"integrity: {integrity} needs a KV cache in memory that this process can read, and "
+            f"this one is in device memory; set it to {NO_CHECKSUMS}"
+        )
 
 
 def make_wait(

@@ -31,6 +31,7 @@ HTTP_STATUS: Final[dict[str, int]] = {
     "handshake_rejected": 502,
     "bad_metadata": 502,
     "transfer_failed": 502,
+    "corrupted": 502,
     "peer_lost": 503,
     "stale_route": 503,
     "worker_lost": 503,

@@ -39,8 +39,10 @@ from pdcore.fsm.effects import (
     ReportTokens,
     RevokeLease,
     SendMessage,
+    VerifyBlocks,
 )
 from pdcore.fsm.events import (
+    BlocksVerified,
     ConnectFailed,
     Event,
     HandleEnded,
@@ -48,6 +50,7 @@ from pdcore.fsm.events import (
     PeerLost,
     TopologyFetched,
 )
+from pdcore.kv.checksums import ByteArray, first_difference, sum_blocks
 from pdcore.scheduler.consensus import Consensus
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.transports.base import (
@@ -80,7 +83,8 @@ FetchRoute = Callable[[str], TopologyFetched]
 
 
 class Executor:
-    """Carries out effects of one core. Owned by the worker loop's thread."""
+    """Carries out effects of one core. Owned by the worker loop's thread. ``memory``: of the KV
+    cache, by region, where this process can read it."""
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Executor:
         consensus: Consensus,
         background: BackgroundCalls,
         fetch_route: FetchRoute,
+        memory: dict[int, ByteArray] | None = None,
     ) -> None:
         self.setup = setup
         self.transport = transport
@@ -99,10 +104,9 @@ class Executor:
         self.consensus = consensus
         self.background = background
         self.fetch_route = fetch_route
+        self.memory = {} if memory is None else memory
         self._sessions: dict[Incarnation, PeerSession] = {}
-        #: Transport handle -> core handle, and back.
-        self._handles: dict[int, int] = {}
-        self._posted: dict[int, int] = {}
+        self._handles = _Handles()
         self._lives = _Lives()
         self._unreachable = _Unreachable()
 
@@ -150,7 +154,7 @@ class Executor:
             case ConnectPeer():
                 return self._open(effect)
             case CancelTransfer():
-                handle = self._posted.get(effect.handle)
+                handle = self._handles.posted.get(effect.handle)
                 if handle is not None:
                     self.transport.cancel(handle)
             case GrantLease():
@@ -162,6 +166,8 @@ class Executor:
                 self.transport.release(effect.lease)
             case FetchTopology():
                 self._fetch(effect.bootstrap)
+            case VerifyBlocks():
+                self._verify(effect)
             case FencePeer():
                 return self._fence(effect.peer)
             case ForgetPeer():
@@ -178,7 +184,24 @@ class Executor:
 
         self.background.run(lambda: self.fetch_route(bootstrap), failed)
 
+    def _verify(self, effect: VerifyBlocks) -> None:
+        memory = self.memory
+
+        def found(problem: str) -> BlocksVerified:
+            return BlocksVerified(effect.key, effect.lease, effect.rank, problem)
+
+        def verify() -> BlocksVerified:
+            ours = b"".join(sum_blocks(plan, memory) for plan in effect.plans)
+            return found(first_difference(effect.plans, ours, effect.sums))
+
+        def failed(error: BaseException) -> BlocksVerified:
+            return found(f"comparing raised {type(error).__name__}: {error}")
+
+        self.background.run(verify, failed)
+
     def _post(self, effect: PostTransfer) -> list[Event]:
+        # Before the first byte leaves: what is wrong from then on will be noticed.
+        sums = None if effect.sums is None else sum_blocks(effect.sums, self.memory)
         try:
             session = self._session(effect.peer, effect.endpoint)
             handle = self.transport.submit(
@@ -191,8 +214,8 @@ class Executor:
                 self._disconnect(effect.peer.incarnation)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
-        self._handles[handle] = effect.handle
-        self._posted[effect.handle] = handle
+        summed = None if sums is None else (effect.start_token + effect.num_tokens, sums)
+        self._handles.add(handle, effect.handle, summed)
         return []
 
     def _open(self, effect: ConnectPeer) -> list[Event]:
@@ -228,16 +251,15 @@ class Executor:
         return session
 
     def _completed(self, event: Completion) -> list[Event]:
-        core_handle = self._handles.get(event.handle)
+        core_handle, summed = self._handles.find(event.handle)
         if core_handle is None:
             return []
         if event.quiesced:
-            del self._handles[event.handle]
-            self._posted.pop(core_handle, None)
+            self._handles.end(event.handle)
         why = None
         if event.status is not HandleStatus.DONE:
             why = failure("transfer_failed", event.detail or f"the write {event.status.value}")
-        return [HandleEnded(core_handle, event.quiesced, why)]
+        return [HandleEnded(core_handle, event.quiesced, why, summed)]
 
     def _fence(self, peer: PeerRef) -> list[Event]:
         """Prefill: destroy the session, its handles end. Decode: only a death that the
@@ -260,6 +282,33 @@ class Executor:
         for data in encode_frames(frame):
             if not self.channel.send(peer.address, data):
                 log.debug("control channel refused a frame to %s; it is resent", peer.address)
+
+
+#: (one past the last token, checksums) of a transfer.
+Summed = tuple[int, bytes]
+
+
+class _Handles:
+    """Of transfers that have not quiesced: the transport's number, the core's, checksums."""
+
+    def __init__(self) -> None:
+        #: Core handle -> transport handle.
+        self.posted: dict[int, int] = {}
+        self._live: dict[int, tuple[int, Summed | None]] = {}
+
+    def add(self, handle: int, core_handle: int, summed: Summed | None) -> None:
+        self.posted[core_handle] = handle
+        self._live[handle] = core_handle, summed
+
+    def find(self, handle: int) -> tuple[int | None, Summed | None]:
+        return self._live.get(handle, (None, None))
+
+    def end(self, handle: int) -> None:
+        core_handle, _ = self._live.pop(handle)
+        self.posted.pop(core_handle, None)
+
+    def __len__(self) -> int:
+        return len(self.posted) + len(self._live)
 
 
 class _Lives:

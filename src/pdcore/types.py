@@ -319,3 +319,9 @@ class StepOutput:
     token_ids: Sequence[Sequence[int] | None]
     logprobs: Sequence[Sequence[float] | None] | None = None
     elapsed_s: float = 0.0
+
+
+#: Checksums of the KV that travels: what ``integrity`` may be set to.
+NO_CHECKSUMS: Final = "none"
+CRC32: Final = "crc32"
+INTEGRITY: Final = (NO_CHECKSUMS, CRC32)

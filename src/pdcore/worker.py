@@ -182,6 +182,7 @@ class Worker:
     def close(self, timeout_s: float = 5.0) -> list[str]:
         """Release transport, channel, runner; returns what had to be left behind."""
         self.background.close()
+        self.executor.memory.clear()
         left = self.ports.transport.close(timeout_s)
         self.ports.channel.close()
         self.runner.shutdown()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pdcore.engine.simulated import simulated_tokens
-from pdcore.scheduler.decode_rooms import DecodeRecord
+from pdcore.scheduler.decode_record import DecodeRecord
 from pdcore.testing.world import Rank, World, make_world
 from pdcore.types import RoomKey, SamplingParams
 

@@ -16,8 +16,11 @@ from pdcore.config import CoreLimits
 from pdcore.control.memory import MemoryNetwork
 from pdcore.control.messages import Stop, WorkerHealth, WorkerMessage
 from pdcore.control.zmq import ZmqChannel
+from pdcore.engine.base import Allocate
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
-from pdcore.errors import TransportError
+from pdcore.errors import ConfigError, TransportError
+from pdcore.kv.checksums import ByteArray
+from pdcore.kv.spec import KVPlacement
 from pdcore.local import LocalPort
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.prefill import PrefillCore
@@ -295,3 +298,27 @@ def test_a_port_in_this_process_wakes_a_worker_that_sleeps(make_parts, channel) 
     assert not thread.is_alive()
     assert any(isinstance(m, WorkerHealth) for m in parts.said)
     assert worker.close() == []
+
+
+class DeviceRunner(SimulatedRunner):
+    """Keeps its KV where this process has no view of it."""
+
+    def initialize_cache(self, num_blocks: int, allocate: Allocate) -> KVPlacement:
+        place = super().initialize_cache(num_blocks, allocate)
+        return attrs.evolve(place, regions=tuple(region + 7 for region in place.regions))
+
+
+def test_checksums_need_memory_that_can_be_read(make_parts) -> None:
+    """Issue 4.7: refused when the worker is put together, not at the first request."""
+    parts = make_parts()
+    memory: dict[int, ByteArray] = {}
+    channel = parts.network.channel("me")
+    setup = take_memory(parts.runner, parts.transport, channel, options(integrity="crc32"), memory)
+    assert (setup.integrity, setup.is_host_memory) == ("crc32", True)
+    assert set(setup.placement.regions) == memory.keys()
+    device = DeviceRunner(SimulatedConfig(block_size=4, max_model_len=64))
+    assert not take_memory(device, parts.transport, channel, options()).is_host_memory
+    with pytest.raises(ConfigError, match="integrity: crc32 needs a KV cache in memory that"):
+        take_memory(device, parts.transport, channel, options(integrity="crc32"))
+    with pytest.raises(ConfigError, match="integrity: 'md5'; use one of none, crc32"):
+        take_memory(parts.runner, parts.transport, channel, options(integrity="md5"))

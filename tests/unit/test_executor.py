@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import zlib
 from collections.abc import Callable, Iterator
 
 import attrs
@@ -9,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdcore.background import FailedCall
+from pdcore.background import Background, FailedCall
 from pdcore.control.codec import decode_frame
 from pdcore.control.messages import (
     Accepted,
@@ -39,8 +41,10 @@ from pdcore.fsm.effects import (
     ReportTokens,
     RevokeLease,
     SendMessage,
+    VerifyBlocks,
 )
 from pdcore.fsm.events import (
+    BlocksVerified,
     ConnectFailed,
     Event,
     HandleEnded,
@@ -49,6 +53,7 @@ from pdcore.fsm.events import (
     TopologyFetched,
     VotesReduced,
 )
+from pdcore.kv.checksums import SumGroup, SumPlan, sum_blocks
 from pdcore.kv.plan import WriteBatch
 from pdcore.scheduler.consensus import LocalConsensus
 from pdcore.scheduler.setup import CoreSetup
@@ -252,7 +257,7 @@ def test_a_transfer_lands_and_its_handle_ends_once(make_pair) -> None:
     assert pair.executor.poll() == [HandleEnded(41, True, None)]
     assert written(pair) == bytes(range(64))
     assert pair.executor.poll() == []
-    assert (pair.executor._handles, pair.executor._posted) == ({}, {})
+    assert len(pair.executor._handles) == 0
 
 
 def test_one_session_serves_all_transfers_to_a_life(make_pair) -> None:
@@ -285,7 +290,7 @@ def test_a_transfer_that_cannot_be_posted_ends_quiet_and_failed(make_pair, chang
     assert ended.failure.code == "transfer_failed"
     assert named in ended.failure.detail
     assert pair.fabric._links == []
-    assert pair.executor._handles == {}
+    assert len(pair.executor._handles) == 0
     pair.run(pair.post(8))
     assert pair.executor.poll() == [HandleEnded(8, True, None)]
 
@@ -322,7 +327,7 @@ def test_a_late_write_ends_twice_and_its_handle_lives_until_the_second(make_pair
         pass
     second = pair.executor.poll()
     assert [(e.handle, e.quiesced) for e in (*first, *second)] == [(1, False), (1, True)]
-    assert pair.executor._handles == {}
+    assert len(pair.executor._handles) == 0
 
 
 def test_a_session_that_lost_its_peer_is_not_used_again(make_pair) -> None:
@@ -579,3 +584,49 @@ def test_d28_a_route_is_asked_for_in_the_background(make_pair) -> None:
     assert answer.failure is not None
     assert answer.failure.code == "unreachable"
     assert "KeyError" in answer.failure.detail
+
+
+# --- checksums --------------------------------------------------------------------------
+
+
+def summing(pair: Pair) -> SumPlan:
+    """Of the 64 bytes that :meth:`Pair.post` moves."""
+    pair.executor.memory[1] = pair.executor.transport._endpoint.regions.arrays[1]
+    return SumPlan((SumGroup("full", [0], (1,), np.array([[[0, 64, 1, 64]]], np.int64)),))
+
+
+def test_checksums_are_taken_before_the_first_byte_leaves_and_come_with_the_end(make_pair) -> None:
+    """Issue 4.7: once, when nothing of the transfer can land any more."""
+    pair = make_pair(stepped=True)
+    effect = msgspec.structs.replace(pair.post(41), sums=summing(pair))
+    assert pair.run(effect) == []
+    expected = zlib.crc32(bytes(range(64))).to_bytes(4, "little")
+    pair.executor.memory[1][:] = 0
+    pair.fabric.run()
+    assert pair.executor.poll() == [HandleEnded(41, True, None, (4, expected))]
+
+
+def test_comparing_is_off_the_tick_and_says_what_is_wrong(make_pair) -> None:
+    pair = make_pair()
+    plan = summing(pair)
+    right = sum_blocks(plan, pair.executor.memory)
+    for sums, problem in ((right, ""), (b"9999", "the KV of 1 of 1 checked parts")):
+        assert pair.run(VerifyBlocks(KEY, LEASE, 3, (plan,), sums)) == []
+        (event,) = pair.executor.background.poll()
+        assert isinstance(event, BlocksVerified)
+        assert (event.key, event.lease, event.rank) == (KEY, LEASE, 3)
+        assert event.problem.startswith(problem)
+        assert bool(event.problem) == bool(problem)
+
+
+def test_memory_that_is_gone_is_an_answer_too(make_pair) -> None:
+    """A worker closes while its threads compare: somebody waits for their event."""
+    background = Background()
+    pair = make_pair(background=background)
+    plan = summing(pair)
+    pair.executor.memory.clear()
+    pair.run(VerifyBlocks(KEY, LEASE, 3, (plan,), b"9999"))
+    assert select.select([background], [], [], 20.0)[0]
+    (event,) = background.poll()
+    background.close()
+    assert event.problem == "comparing raised KeyError: 1"

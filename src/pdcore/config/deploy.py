@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import attrs
 
 from pdcore.config.fields import bounded, choice, flag, note, optional_int, port, text
+from pdcore.types import INTEGRITY, NO_CHECKSUMS
 
 #: The seed's ports (requirements, section 1.2); `pdcore up` and `pdcore demo` take free ones.
 ROUTER_HTTP_PORT: Final = 8000
@@ -53,6 +54,12 @@ class DisaggConfig:
     )
     transport_secret_file: str = text(
         "", "transport socket: a secret of 16 bytes or more that all peers must know (D40)"
+    )
+    integrity: str = choice(
+        NO_CHECKSUMS,
+        INTEGRITY,
+        "checksums of the KV: decode asks for them and compares; prefill with crc32 serves only "
+        "a decode that asks",
     )
     node_index: int = bounded(0, "", "position of this node in `ips`", low=0)
     devices_per_node: int = bounded(1, "devices", "workers this node can hold", low=1)

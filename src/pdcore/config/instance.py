@@ -17,6 +17,7 @@ from pdcore.config.sections import (
     SchedulerConfig,
 )
 from pdcore.errors import ConfigError
+from pdcore.types import NO_CHECKSUMS
 
 #: Fields of CoreLimits that ``scheduler_config`` sets under the seed's names; elsewhere
 #: they would be a second place for one number.
@@ -146,6 +147,7 @@ class WorkerConfig:
     max_new_tokens: int | None = None
     transport: str = "auto"
     transport_secret_file: str = ""
+    integrity: str = NO_CHECKSUMS
     bind_host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     log_level: str = "info"
@@ -213,6 +215,7 @@ def worker_config(
         max_new_tokens=config.scheduler.max_new_tokens,
         transport=config.disagg.transport,
         transport_secret_file=config.disagg.transport_secret_file,
+        integrity=config.disagg.integrity,
         bind_host=config.disagg.host,
         advertise_host=config.disagg.local_ip,
         log_level=config.server.log_level,

@@ -189,6 +189,9 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     block_strides: tuple[Sequence63, ...]
     #: Manager key -> tokens per block; empty: as prefill's.
     block_sizes: BlockSizes = {}
+    #: What decode wants to see beside its KV: "crc32" or nothing. Only said where it is asked
+    #: for, so that everybody else's bytes stay what they were.
+    integrity: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
 #: Messages in one frame: a loop iteration must stay short whoever sends.

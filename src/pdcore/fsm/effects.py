@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdcore.control.messages import PeerMessage
+from pdcore.kv.checksums import SumPlan
 from pdcore.kv.plan import Int64Array, WriteBatch
 from pdcore.types import Failure, FinishReason, LeaseId, PeerRef, RoomKey
 
@@ -29,7 +30,8 @@ class SendMessage(Effect, frozen=True, gc=False):
 
 class PostTransfer(Effect, frozen=True, gc=False):
     """Write this request's KV into the leased blocks of one decode rank. The entity says
-    which tokens; the core fills ``batches`` and ``ranges`` before the shell sees it."""
+    which tokens; the core fills ``batches``, ``ranges`` and, where decode asked for it, ``sums``
+    before the shell sees it. The checksums come back with ``HandleEnded``."""
 
     handle: int
     key: RoomKey
@@ -40,6 +42,18 @@ class PostTransfer(Effect, frozen=True, gc=False):
     endpoint: bytes = b""
     batches: tuple[WriteBatch, ...] = ()
     ranges: dict[int, Int64Array] = {}
+    sums: SumPlan | None = None
+
+
+class VerifyBlocks(Effect, frozen=True, gc=False):
+    """Decode: sum what one prefill rank has written under this lease, off the tick, and
+    compare; answered by ``BlocksVerified``. ``plans``: of its transfers, in order."""
+
+    key: RoomKey
+    lease: LeaseId
+    rank: int
+    plans: tuple[SumPlan, ...]
+    sums: bytes
 
 
 class ConnectPeer(Effect, frozen=True, gc=False):

@@ -31,6 +31,17 @@ class HandleEnded(Event, frozen=True, gc=False):
     handle: int
     quiesced: bool
     failure: Failure | None = None
+    #: (one past the last token, checksums) where ``PostTransfer.sums`` asked for them.
+    summed: tuple[int, bytes] | None = None
+
+
+class BlocksVerified(Event, frozen=True, gc=False):
+    """Decode: what ``VerifyBlocks`` found wrong, or ""."""
+
+    key: RoomKey
+    lease: LeaseId
+    rank: int
+    problem: str
 
 
 class LeaseRevoked(Event, frozen=True, gc=False):

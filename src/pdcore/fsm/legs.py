@@ -79,6 +79,7 @@ class Leg:
         "nonce",
         "peer",
         "posted_tokens",
+        "summed",
         "told",
     )
 
@@ -90,6 +91,8 @@ class Leg:
         #: Handles ever posted that have not quiesced (rule 9).
         self.live: set[int] = set()
         self.posted_tokens = 0
+        #: (one past the last token, checksums) of transfers that ended, where decode asks.
+        self.summed: list[tuple[int, bytes]] = []
         #: Kind of the last status told, and whether decode acknowledged it.
         self.told: StatusKind | None = None
         self.acked = False
@@ -263,6 +266,7 @@ class SenderReplies(SenderFacts):
     def _metadata(self, leg: Leg) -> bytes:
         token = self.first_token
         assert token is not None
+        summed = sorted(leg.summed)
         return encode_record(
             MetadataRecord(
                 room=self.key.room,
@@ -273,6 +277,8 @@ class SenderReplies(SenderFacts):
                 num_tokens=token.num_tokens,
                 ids_hash=token.ids_hash,
                 spec_token_ids=token.spec_token_ids,
+                sent_until=tuple(end for end, _ in summed),
+                sums=b"".join(sums for _, sums in summed),
             )
         )
 

@@ -226,6 +226,8 @@ class Sender(SenderReplies):
         for leg in self.legs.values():
             if ended.handle in leg.live and ended.quiesced:
                 leg.live.discard(ended.handle)
+                if ended.summed is not None:
+                    leg.summed.append(ended.summed)
         if ended.failure is not None and self.failure is None:
             return self.record_failure(ended.failure)
         return self._acks_due() if self.failure is not None else ()

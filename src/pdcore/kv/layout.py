@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -140,6 +140,26 @@ def seen_from(
             tuple(placement.block_strides[i] for i in kept),
         ),
     )
+
+
+def held_by(
+    spec: KVCacheSpec,
+    layers: Container[int],
+    tp_size: int,
+    tp_rank: int,
+    block_sizes: Mapping[str, int],
+) -> KVCacheSpec:
+    """What another rank of the same model holds of our entries: those of its layers, in its share
+    of the heads and its blocks. Raises IncompatibleError for sizes that cannot be."""
+    try:
+        entries = tuple(
+            _resized(_share_of(entry, tp_size), block_sizes)
+            for entry in spec.entries
+            if entry.layer in layers
+        )
+    except ConfigError as error:
+        raise IncompatibleError(f"prefill's layout: {error}") from error
+    return KVCacheSpec(entries, tp_size, tp_rank)
 
 
 def _check_reach(entry: KVCacheEntry, placement: KVPlacement, i: int) -> None:

@@ -8,7 +8,9 @@ Three forms of the same facts, all little-endian:
   length and crc32. A slot is written iff its length field is set and the crc holds,
   never "not all zero" (D12);
 * :class:`MetadataRecord`, carried by STATUS Done, the only completion (rule 5): version,
-  R120's bytes, attempt, nonce, logprob, hash of the prompt ids, crc32.
+  R120's bytes, attempt, nonce, logprob, hash of the prompt ids, crc32. Where decode asked
+  for it, version 2, which adds checksums of the KV that was sent: who did not ask never
+  sees one.
 
 ``kv_len`` is the index of the last cached position, ``num_tokens - 1`` (R63). Decode
 checks ``num_tokens`` and ``ids_hash`` against its own prompt (D19).
@@ -32,6 +34,8 @@ from pdcore.types import Incarnation, Nonce
 MAX_SPEC_TOKENS: Final = 7
 METADATA_BYTES: Final = 64
 METADATA_VERSION: Final = 1
+#: With checksums of the KV.
+SUMMED_VERSION: Final = 2
 
 _U64: Final = (1 << 64) - 1
 _U32: Final = (1 << 32) - 1
@@ -46,6 +50,9 @@ _HEAD: Final = Struct("<HHI")
 _EXTRA: Final = Struct("<Q16sQdQ")
 _CRC: Final = Struct("<I")
 RECORD_BYTES: Final = _HEAD.size + METADATA_BYTES + _EXTRA.size + _CRC.size
+#: Version 2, before its crc32: how many transfers, how many checksums; then one past the last
+#: position of each transfer, then the checksums, 4 bytes each.
+_COUNTS: Final = Struct("<II")
 _HAS_LOGPROB: Final = 1
 _INCARNATION_BYTES: Final = 16
 
@@ -73,6 +80,10 @@ class MetadataRecord:
     num_tokens: int
     ids_hash: int
     spec_token_ids: tuple[int, ...] = ()
+    #: Where the transfers of this leg ended, ascending, in tokens; empty: no checksums.
+    sent_until: tuple[int, ...] = ()
+    #: Of all of them, in order, as :func:`pdcore.kv.checksums.sum_blocks` gives them.
+    sums: bytes = b""
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> int:
@@ -136,7 +147,7 @@ def unpack_slot(data: bytes) -> tuple[SlotMetadata, int] | None:
 
 
 def encode_record(record: MetadataRecord) -> bytes:
-    """RECORD_BYTES bytes. Raises ValueError for a field out of range."""
+    """RECORD_BYTES bytes, more with checksums. Raises ValueError for a field out of range."""
     if record.num_tokens < 1:
         raise ValueError(f"num_tokens must be >= 1, got {record.num_tokens}")
     if len(record.nonce.incarnation) != _INCARNATION_BYTES:
@@ -159,7 +170,9 @@ def encode_record(record: MetadataRecord) -> bytes:
         )
     )
     flags = 0 if record.logprob is None else _HAS_LOGPROB
-    head = _HEAD.pack(METADATA_VERSION, flags, RECORD_BYTES) + body
+    tail = _pack_sums(record)
+    version = SUMMED_VERSION if tail else METADATA_VERSION
+    head = _HEAD.pack(version, flags, RECORD_BYTES + len(tail)) + body
     head += _EXTRA.pack(
         record.attempt,
         record.nonce.incarnation,
@@ -167,6 +180,7 @@ def encode_record(record: MetadataRecord) -> bytes:
         0.0 if record.logprob is None else record.logprob,
         record.ids_hash,
     )
+    head += tail
     return head + _CRC.pack(zlib.crc32(head))
 
 
@@ -175,13 +189,17 @@ def decode_record(data: bytes) -> MetadataRecord:
     if len(data) < _HEAD.size:
         raise CodecError(f"metadata record is truncated: {len(data)} bytes")
     version, flags, length = _HEAD.unpack_from(data)
-    if version != METADATA_VERSION:
-        raise CodecError(f"metadata record version {version}, this side reads {METADATA_VERSION}")
-    if length != RECORD_BYTES or len(data) != RECORD_BYTES:
+    if version not in (METADATA_VERSION, SUMMED_VERSION):
+        raise CodecError(
+            f"metadata record version {version}, this side reads {METADATA_VERSION} and "
+            f"{SUMMED_VERSION}"
+        )
+    is_fixed = version == METADATA_VERSION
+    if length != len(data) or (length != RECORD_BYTES if is_fixed else length < RECORD_BYTES):
         raise CodecError(
             f"metadata record of {len(data)} bytes that says {length}, expected {RECORD_BYTES}"
         )
-    (crc,) = _CRC.unpack_from(data, RECORD_BYTES - _CRC.size)
+    (crc,) = _CRC.unpack_from(data, length - _CRC.size)
     if crc != zlib.crc32(data[: -_CRC.size]):
         raise CodecError(f"metadata record fails its crc32 {crc:#010x}")
     if flags & ~_HAS_LOGPROB:
@@ -190,6 +208,7 @@ def decode_record(data: bytes) -> MetadataRecord:
     attempt, incarnation, counter, logprob, ids_hash = _EXTRA.unpack_from(
         data, _HEAD.size + METADATA_BYTES
     )
+    sent_until, sums = _unpack_sums(data) if version == SUMMED_VERSION else ((), b"")
     return MetadataRecord(
         room=body.room,
         attempt=attempt,
@@ -199,7 +218,36 @@ def decode_record(data: bytes) -> MetadataRecord:
         num_tokens=body.kv_len + 1,
         ids_hash=ids_hash,
         spec_token_ids=body.spec_token_ids,
+        sent_until=sent_until,
+        sums=sums,
     )
+
+
+def _pack_sums(record: MetadataRecord) -> bytes:
+    ends = record.sent_until
+    if not ends:
+        return b""
+    for end in ends:
+        _check_range("sent_until", end, _U32)
+    packed = _COUNTS.pack(len(ends), len(record.sums) // 4)
+    return packed + b"".join(end.to_bytes(4, "little") for end in ends) + record.sums
+
+
+def _unpack_sums(data: bytes) -> tuple[tuple[int, ...], bytes]:
+    start, stop = RECORD_BYTES - _CRC.size, len(data) - _CRC.size
+    if stop - start < _COUNTS.size:
+        raise CodecError("metadata record of version 2 is too short for its checksums")
+    num_ends, num_sums = _COUNTS.unpack_from(data, start)
+    at = start + _COUNTS.size
+    if not num_ends or at + 4 * (num_ends + num_sums) != stop:
+        raise CodecError(
+            f"metadata record says {num_ends} transfers and {num_sums} checksums, and has "
+            f"{stop - at} bytes for them"
+        )
+    ends = Struct(f"<{num_ends}I").unpack_from(data, at)
+    if list(ends) != sorted(set(ends)):
+        raise CodecError("metadata record: its transfers do not follow one another")
+    return ends, data[at + 4 * num_ends : stop]
 
 
 def _check_range(name: str, value: int, limit: int) -> None:

@@ -44,6 +44,7 @@ _BY_CODE: Final = {
     "prefill_failed": Loss((_P,), True),
     "handshake_rejected": Loss((_P,), True),
     "transfer_failed": Loss((_BOTH, _P, _D), True),
+    "corrupted": Loss((_BOTH, _P, _D), True),
     "bad_metadata": Loss((_BOTH, _P, _D), True),
     # These two do not fit together; each may fit others.
     "incompatible": Loss((_BOTH, _D, _P)),

@@ -21,6 +21,7 @@ from pdcore.errors import failure
 from pdcore.fsm.commit import commit_receiver
 from pdcore.fsm.effects import Effect, ReportAccepted
 from pdcore.fsm.events import (
+    BlocksVerified,
     Event,
     LeaseRevoked,
     MessageReceived,
@@ -31,7 +32,8 @@ from pdcore.fsm.events import (
 )
 from pdcore.fsm.states import ReceiverState as S
 from pdcore.kv.cache import KVBlocks
-from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRooms
 from pdcore.scheduler.prealloc import Preallocation
 from pdcore.scheduler.queues import finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.running import Running
@@ -120,6 +122,8 @@ class DecodeCore:
                 self.inbox.receive(event, now)
             case StepCompleted():
                 self.running.complete(event, now)
+            case BlocksVerified():
+                self.inbox.verified(event, now)
             case VotesReduced():
                 for record, why in self.rooms.failures_of(event):
                     self.rooms.emit(record, record.receiver.failed_locally(why), now)

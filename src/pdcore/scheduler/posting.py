@@ -15,6 +15,7 @@ from pdcore.control.codec import unpack_block_ids
 from pdcore.control.messages import Handshake
 from pdcore.errors import PdcoreError
 from pdcore.fsm.effects import PostTransfer
+from pdcore.kv.checksums import leg_sums
 from pdcore.kv.plan import WHOLE, lease_ranges, plan_blocks
 from pdcore.kv.reblock import Share
 from pdcore.scheduler.setup import CoreSetup, Destination
@@ -31,7 +32,8 @@ def fill_transfer(
     handshake: Handshake,
     source_blocks: Mapping[str, list[int]],
 ) -> PostTransfer:
-    """The effect with batches and ranges. Raises PlanError when they cannot be made."""
+    """The effect with batches and ranges, and what to sum where decode asks for checksums.
+    Raises PlanError when they cannot be made."""
     target_blocks = {key: unpack_block_ids(data) for key, data in handshake.blocks.items()}
     # A rank of a pipeline stage has the managers of its own layers only.
     is_stage = bool(setup.spec.model_digest or destination.spec.model_digest)
@@ -40,6 +42,8 @@ def fill_transfer(
             f"manager keys differ: prefill has {sorted(source_blocks)}, "
             f"decode sent {sorted(target_blocks)}"
         )
+    tokens = effect.start_token, effect.start_token + effect.num_tokens
+    sums = None
     try:
         batches = plan_blocks(
             setup.spec,
@@ -48,14 +52,17 @@ def fill_transfer(
             destination.spec,
             destination.placement,
             target_blocks,
-            (effect.start_token, effect.start_token + effect.num_tokens),
+            tokens,
             _share(setup),
         )
+        if destination.is_summed:
+            legs = leg_sums(setup.spec, setup.placement, destination.spec, True)
+            sums = legs.plan(source_blocks, target_blocks, tokens, _share(setup))
         ranges = lease_ranges(destination.placement, destination.spec, target_blocks)
     except (PdcoreError, ValueError) as error:
         raise PlanError(str(error)) from error
     return msgspec.structs.replace(
-        effect, endpoint=handshake.endpoint, batches=batches, ranges=ranges
+        effect, endpoint=handshake.endpoint, batches=batches, ranges=ranges, sums=sums
     )
 
 

@@ -14,7 +14,8 @@ from pdcore.errors import failure
 from pdcore.fsm.effects import FetchTopology
 from pdcore.fsm.events import TopologyFetched
 from pdcore.scheduler.admission import AdmissionLine
-from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import DecodeRooms
 from pdcore.scheduler.topologies import TopologyEntry
 from pdcore.types import Failure, PeerRef, RoomKey
 
@@ -91,6 +92,7 @@ class Preallocation:
                 reason = targets
             else:
                 peers, record.num_required = targets
+                record.verification.route = entry.route
                 reason = self._may_use(record, peers, now)
                 if reason is None:
                     record.mark("mapped", now)

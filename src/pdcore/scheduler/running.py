@@ -23,7 +23,8 @@ from pdcore.scheduler.batch import (
     commit_prefill,
     select_prefill,
 )
-from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import DecodeRooms
 from pdcore.scheduler.retraction import retract_until_fits
 from pdcore.scheduler.sequence import Sequence, StepResult, commit_tokens
 from pdcore.types import Batch, Failure, FinishReason, Phase

@@ -16,7 +16,7 @@ from pdcore.errors import IncompatibleError
 from pdcore.kv.layout import seen_from
 from pdcore.kv.spec import KVCacheSpec, KVPlacement
 from pdcore.topology import InstanceProfile, ParallelLayout
-from pdcore.types import PeerRef
+from pdcore.types import CRC32, NO_CHECKSUMS, PeerRef
 
 
 @attrs.frozen
@@ -41,6 +41,10 @@ class CoreSetup:
     #: Token ids are below it; a peer's first token is checked against it.
     vocab_size: int = 1 << 31
     quarantine_s: float = 0.0
+    #: At decode: which checksums to ask for with the KV. At prefill: what decode must ask for.
+    integrity: str = NO_CHECKSUMS
+    #: The KV cache lies in memory that this process can read.
+    is_host_memory: bool = True
 
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""
@@ -81,6 +85,7 @@ class CoreSetup:
                 offsets=place.offsets,
                 block_strides=place.block_strides,
                 block_sizes=self.spec.block_sizes,
+                integrity="" if self.integrity == NO_CHECKSUMS else self.integrity,
             )
         )
 
@@ -92,6 +97,8 @@ class Destination:
     spec: KVCacheSpec
     placement: KVPlacement
     transport_descriptor: bytes
+    #: Decode wants checksums with its KV.
+    is_summed: bool = False
 
 
 def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
@@ -116,4 +123,22 @@ def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
         endpoint.tp_rank,
         endpoint.block_sizes,
     )
-    return Destination(spec, placement, endpoint.transport_descriptor)
+    _check_integrity(setup, endpoint.integrity or NO_CHECKSUMS)
+    return Destination(spec, placement, endpoint.transport_descriptor, bool(endpoint.integrity))
+
+
+def _check_integrity(setup: CoreSetup, wanted: str) -> None:
+    """Prefill sends what decode asks for; where it is configured itself, it insists on it."""
+    if wanted not in (NO_CHECKSUMS, CRC32):
+        raise IncompatibleError(
+            f"integrity: decode asks for {wanted}, prefill has only {CRC32}; upgrade prefill"
+        )
+    if setup.integrity not in (NO_CHECKSUMS, wanted):
+        raise IncompatibleError(
+            f"integrity: prefill has {setup.integrity}, decode has {wanted}; set both alike"
+        )
+    if wanted != NO_CHECKSUMS and not setup.is_host_memory:
+        raise IncompatibleError(
+            f"integrity: decode asks for {wanted}, but prefill's KV is in device memory, which "
+            f"it cannot sum; set integrity to {NO_CHECKSUMS} at decode"
+        )

@@ -178,9 +178,7 @@ class Topologies:
                 "incompatible", f"prefill has {route.dp_size} dp ranks, the request names {dp_rank}"
             )
         prefill = profile_of(route)
-        layout = ParallelLayout(
-            math.prod(prefill.sizes), prefill.tp_size, prefill.cp_size, prefill.pp_size
-        )
+        layout = layout_of(route)
         mapping = map_to(self.setup, prefill)
         peers: list[PeerRef] = []
         for at, is_dummy in mapping.targets(dp_rank):
@@ -242,6 +240,12 @@ def _check_rank(key: str, rank: RouteRank) -> None:
         raise IncompatibleError(
             f"rank {key}: {rank.rank_ip[:40]!r} port {rank.rank_port} is no address"
         )
+
+
+def layout_of(route: Route) -> ParallelLayout:
+    """How the ranks of that prefill instance are numbered."""
+    sizes = profile_of(route).sizes
+    return ParallelLayout(math.prod(sizes), route.attn_tp_size, route.attn_cp_size, route.pp_size)
 
 
 def profile_of(route: Route) -> InstanceProfile:

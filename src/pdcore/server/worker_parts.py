@@ -76,6 +76,7 @@ class WorkerParts:
             layout=layout_of(config),
             group=self.group,
             limits=limits,
+            integrity=config.integrity,
             sources=sources,
             clock=self.clock,
             fetch_route=RouteFetcher(

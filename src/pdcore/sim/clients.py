@@ -28,6 +28,7 @@ from pdcore.types import SamplingParams
 ALLOWED_CODES: Final = frozenset(
     {
         "cancelled",
+        "corrupted",
         "deadline_exceeded",
         "out_of_memory",
         "overloaded",

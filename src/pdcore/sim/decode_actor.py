@@ -19,7 +19,7 @@ from pdcore.fsm.events import Event, LeaseRevoked, StepCompleted, TopologyFetche
 from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
-from pdcore.scheduler.decode_rooms import DecodeRecord
+from pdcore.scheduler.decode_record import DecodeRecord
 from pdcore.sim.actors import (
     NOW,
     Actor,

@@ -60,7 +60,8 @@ class Faults:
         for number in list(self._undo):
             self._end(number)
         for rank in self.cluster.ranks():
-            self.cluster.site.fabric.faults(rank.incarnation).fail_after_chunks = None
+            faults = self.cluster.site.fabric.faults(rank.incarnation)
+            faults.fail_after_chunks, faults.corrupt_next = None, False
 
     def _end(self, number: int) -> None:
         undo = self._undo.pop(number, None)
@@ -239,6 +240,13 @@ def _fail_write(cluster: Cluster, fault: Fault) -> None:
         faults.fail_after_chunks = int(fault.amount * 3)
 
 
+def _corrupt(cluster: Cluster, fault: Fault) -> None:
+    """One byte of the next transfer of every rank of an instance arrives wrong."""
+    for rank in cluster.ranks():
+        faults = cluster.site.fabric.faults(rank.incarnation)
+        faults.corrupt_next, faults.corrupt_byte = True, int(fault.amount * (1 << 30))
+
+
 def _slow_writes(cluster: Cluster, fault: Fault) -> Undo:
     cluster.slowness = 3.0 + fault.amount * 20.0
 
@@ -274,8 +282,11 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
     "exhaust": _requests,
     "fail_write": _fail_write,
     "slow_writes": _slow_writes,
+    "corrupt": _corrupt,
     "flood": _requests,
 }
+#: Kinds that no seed draws: :func:`pdcore.sim.plan.with_corruption` asks for them.
+ASKED_FOR: Final = frozenset({"corrupt"})
 #: Kinds whose duration an answer may have to wait for.
 STANDING_STILL: Final = frozenset(
     {"isolate", "partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}

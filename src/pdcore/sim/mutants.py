@@ -1,8 +1,7 @@
 """Known-bad variants of the product: each undoes one rule, and the proofs must notice.
 
-A proof proves little until it has been seen to find something. Each mutant is the product with
-one rule replaced by what other systems do, or by a tired author's shortcut.
-``pdcore verify`` runs them by name; :func:`planted` puts one into this process for a while."""
+A proof proves little until it has been seen to find something. ``pdcore verify`` runs these
+by name; :func:`planted` puts one into this process for a while."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.sender import Sender
 from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.fsm.targets import ClaimFrom, ReceiverFacts, StatusFrom
-from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRecord, DecodeRooms
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRooms
 from pdcore.scheduler.lockstep import Voting
 from pdcore.scheduler.prefill_rooms import PrefillInbox
 from pdcore.scheduler.queues import Tombstone

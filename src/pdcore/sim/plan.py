@@ -14,6 +14,7 @@ import attrs
 
 from pdcore.router.limits import OnPrefillLoss
 from pdcore.transports.base import Revocation
+from pdcore.types import CRC32, NO_CHECKSUMS
 
 #: Requests of one world, and the span in which they arrive, in seconds.
 MIN_REQUESTS: Final = 50
@@ -113,6 +114,7 @@ class WorldOptions:
     #: Tensor parallel ranks of every prefill and of every decode instance.
     prefill_tp: int = 1
     decode_tp: int = 1
+    integrity: str = NO_CHECKSUMS
 
 
 @attrs.frozen
@@ -156,6 +158,16 @@ def make_plan(seed: int) -> Plan:
         prefill_tp, decode_tp = random.Random(f"pdcore groups {seed}").choice(GROUPS)
         options = attrs.evolve(options, prefill_tp=prefill_tp, decode_tp=decode_tp)
     return Plan(seed, options, _with_rooms(more, requests), faults)
+
+
+def with_corruption(plan: Plan) -> Plan:
+    """The same world with checksums, and bytes that arrive wrong: no seed has them by itself, so
+    that what a seed once showed stays what it is."""
+    rng = random.Random(f"pdcore corruption {plan.seed}")
+    options = attrs.evolve(plan.options, integrity=CRC32)
+    first = len(plan.faults)
+    more = (_fault(rng, first + n, "corrupt", options) for n in range(rng.randint(4, MAX_FAULTS)))
+    return attrs.evolve(plan, options=options, faults=(*plan.faults, *more))
 
 
 def names(options: WorldOptions) -> tuple[list[str], list[str]]:

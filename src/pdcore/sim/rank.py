@@ -254,6 +254,7 @@ class SimRank:
                 layout=seat.layout,
                 group=links.port(index) if seat.tp_size > 1 else None,
                 limits=site.limits,
+                integrity=site.plan.options.integrity,
                 clock=site.clock,
                 fetch_route=RouteFetcher(client),
                 wait=self._sleep,

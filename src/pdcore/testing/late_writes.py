@@ -28,7 +28,8 @@ from pdcore.engine.simulated import SimulatedConfig
 from pdcore.fsm.states import ReceiverState
 from pdcore.kv.plan import lease_ranges
 from pdcore.scheduler.decode import DecodeCore
-from pdcore.scheduler.decode_rooms import DecodeRecord, DecodeRooms
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import DecodeRooms
 from pdcore.testing.world import World, make_world
 from pdcore.transports.copy import ByteArray
 from pdcore.transports.loopback_fabric import LoopbackFabric

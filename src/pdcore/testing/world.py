@@ -37,7 +37,7 @@ from pdcore.scheduler.route import route_of
 from pdcore.transports.base import Revocation, Transport
 from pdcore.transports.loopback import LoopbackTransport
 from pdcore.transports.loopback_fabric import LoopbackFabric
-from pdcore.types import Incarnation, Role, RoomKey, SamplingParams
+from pdcore.types import NO_CHECKSUMS, Incarnation, Role, RoomKey, SamplingParams
 from pdcore.worker import Worker
 
 #: ``make(incarnation, name)``: the transport of a rank's next process life.
@@ -77,6 +77,7 @@ class RankOptions:
     make_transport: MakeTransport
     #: Tokens per block where it is not the model's.
     block_size: int | None = None
+    integrity: str = NO_CHECKSUMS
 
 
 @attrs.define(eq=False)
@@ -228,12 +229,14 @@ def make_world(
     revocation: Revocation = Revocation.SENDER_ACK,
     transport: MakeTransport | None = None,
     decode_block_size: int | None = None,
+    integrity: str = NO_CHECKSUMS,
 ) -> World:
     """One prefill and one decode rank over loopback. ``stepped`` leaves the fabric to the
     caller (``world.fabric.step``), so that writes land when the test says so; ``manual``
     leaves it every control frame (``world.network.deliver``, ``drop``, ``duplicate``).
     ``transport``: what moves KV instead of loopback; nothing then steps the fabric.
-    ``decode_block_size``: tokens per block of decode, where they are not prefill's."""
+    ``decode_block_size``: tokens per block of decode, where they are not prefill's.
+    ``integrity``: of both; ``fabric.faults(...).corrupt_next`` is what it is for."""
     clock = ManualClock(start_s=1000.0)
     network = MemoryNetwork(clock, faults, seed=seed, manual=manual)
     fabric = LoopbackFabric(stepped=stepped)
@@ -247,7 +250,8 @@ def make_world(
     for role in (Role.PREFILL, Role.DECODE):
         blocks = prefill_blocks if role is Role.PREFILL and prefill_blocks else num_blocks
         size = decode_block_size if role is Role.DECODE and decode_block_size else None
-        options = RankOptions(role, blocks, limits or CoreLimits(), transport or loopback, size)
+        make = transport or loopback
+        options = RankOptions(role, blocks, limits or CoreLimits(), make, size, integrity)
         world.ranks[role.value] = _make_rank(world, options)
     return world
 
@@ -269,6 +273,7 @@ def _make_rank(world: World, options: RankOptions) -> Rank:
             instance=name,
             num_blocks=options.num_blocks,
             limits=options.limits,
+            integrity=options.integrity,
             clock=world.clock,
             fetch_route=lambda bootstrap: _route_of(world, bootstrap),
             wait=lambda timeout_s: None,

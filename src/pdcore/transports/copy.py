@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcore.kv.plan import LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS, Int64Array
+from pdcore.kv.plan import (
+    LOCAL_OFFSET,
+    REMOTE_OFFSET,
+    REMOTE_STRIDE,
+    ROW_BYTES,
+    ROWS,
+    Int64Array,
+)
 from pdcore.transports.check import CopyPlan
 
 ByteArray = NDArray[np.uint8]
@@ -48,6 +55,22 @@ def copy_pieces(
         yield from _few(pieces, src, dst, chunk_bytes)
     else:
         yield from _runs(pieces, src, dst, chunk_bytes)
+
+
+def written_byte(plan: CopyPlan, index: int) -> tuple[int, int]:
+    """Remote region and offset of byte ``index`` (modulo) of all that a plan writes, counted
+    piece by piece, for who wants to damage one. Raises ZeroDivisionError for an empty plan."""
+    sizes = [pair.pieces[:, ROW_BYTES] * pair.pieces[:, ROWS] for pair in plan.pairs]
+    index %= sum(int(size.sum()) for size in sizes)
+    for pair, size in zip(plan.pairs, sizes, strict=True):
+        ends = np.cumsum(size)
+        if index < ends[-1]:
+            at = int(np.searchsorted(ends, index, "right"))
+            row, inside = divmod(index - int(ends[at] - size[at]), int(pair.pieces[at, ROW_BYTES]))
+            start, step = pair.pieces[at, REMOTE_OFFSET], pair.pieces[at, REMOTE_STRIDE]
+            return pair.remote_region, int(start + row * step) + inside
+        index -= int(ends[-1])
+    raise AssertionError("a byte that no pair has")
 
 
 def _few(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int) -> Iterator[int]:

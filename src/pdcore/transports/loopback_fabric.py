@@ -29,7 +29,7 @@ from pdcore.transports.base import (
     TransportEvent,
 )
 from pdcore.transports.check import CopyPlan, plan_copies
-from pdcore.transports.copy import copy_steps
+from pdcore.transports.copy import copy_steps, written_byte
 from pdcore.transports.regions import RegionTable
 from pdcore.types import Incarnation, LeaseId
 
@@ -46,8 +46,9 @@ class Faults:
     fail_after_chunks: int | None = None
     #: So many notifications are lost.
     drop_notifications: int = 0
-    #: The last byte of the next transfer arrives inverted.
+    #: One byte of the next transfer that has any arrives inverted: this one of them (modulo).
     corrupt_next: bool = False
+    corrupt_byte: int = -1
     #: Writes outlive cancel, failure and, with ``die``, their process.
     late_landing: bool = False
 
@@ -310,7 +311,7 @@ class LoopbackFabric:
         elif next(job.steps, None) is None:
             if faults.corrupt_next and job.plan.pairs:
                 faults.corrupt_next = False
-                _corrupt(job)
+                _corrupt(job, faults.corrupt_byte)
             if job.notify is not None:
                 link.outbox.append((job.lease, job.notify))
             self.end(job, HandleStatus.DONE, "")
@@ -388,8 +389,6 @@ def _refusal(job: Job) -> str:
     return ""
 
 
-def _corrupt(job: Job) -> None:
-    pair = job.plan.pairs[-1]
-    _, remote_offset, width, rows, _, stride = pair.pieces[-1].tolist()
-    last = remote_offset + (rows - 1) * stride + width - 1
-    job.link.receiver.regions.arrays[pair.remote_region][last] ^= 0xFF
+def _corrupt(job: Job, index: int) -> None:
+    region, offset = written_byte(job.plan, index)
+    job.link.receiver.regions.arrays[region][offset] ^= 0xFF

@@ -380,6 +380,15 @@ def test_endpoints_survive_and_are_checked() -> None:
         codec.decode_endpoint(b"\xc1")
 
 
+def test_an_endpoint_that_asks_for_no_checksums_has_no_field_for_them() -> None:
+    """A peer of before can read it, and what such a peer sends is read as "none"."""
+    fields = msgspec.msgpack.decode(codec.encode_endpoint(ENDPOINT))
+    asking = msgspec.structs.replace(ENDPOINT, integrity="crc32")
+    assert msgspec.msgpack.decode(codec.encode_endpoint(asking)) == [*fields, "crc32"]
+    assert len(fields) == len(m.Endpoint.__struct_fields__) - 1
+    assert codec.decode_endpoint(codec.encode_endpoint(asking)) == asking
+
+
 def test_a_frame_has_a_bounded_number_of_messages() -> None:
     """A loop iteration stays short whoever sends: 200,000 heartbeats are refused unread, and
     our own long lists leave in several frames."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,46 @@ def test_the_record_round_trips(record: MetadataRecord) -> None:
     assert decode_record(data) == record
 
 
+SUMMED = attrs.evolve(SAMPLE, sent_until=(512, 1024, 1030), sums=bytes(range(20)))
+
+
+@given(RECORDS, st.sets(st.integers(1, 2**32 - 1), min_size=1), st.binary(max_size=40))
+def test_a_record_with_checksums_round_trips(
+    record: MetadataRecord, ends: set[int], sums: bytes
+) -> None:
+    """Issue 4.7: version 2; who sends none writes version 1, byte for byte as before."""
+    sums = sums[: len(sums) // 4 * 4]
+    summed = attrs.evolve(record, sent_until=tuple(sorted(ends)), sums=sums)
+    data = encode_record(summed)
+    assert len(data) == RECORD_BYTES + 8 + 4 * len(ends) + len(sums)
+    assert (data[0], encode_record(record)[0]) == (2, 1)
+    assert decode_record(data) == summed
+
+
+def resealed(data: bytes | bytearray) -> bytes:
+    return bytes(data[:-4]) + struct.pack("<I", zlib.crc32(bytes(data[:-4])))
+
+
+def test_checksums_that_do_not_add_up_are_refused() -> None:
+    """D58: whatever a peer may send is a CodecError."""
+    good = encode_record(SUMMED)
+    counts, ends = RECORD_BYTES - 4, RECORD_BYTES + 4
+    for offset, value in ((counts, 2), (counts, 0), (counts + 4, 2**32 - 1), (ends + 4, 512)):
+        bad = bytearray(good)
+        bad[offset : offset + 4] = struct.pack("<I", value)
+        with pytest.raises(CodecError, match="metadata record"):
+            decode_record(resealed(bad))
+    bare = bytearray(encode_record(SAMPLE))
+    bare[0] = 2
+    with pytest.raises(CodecError, match="too short for its checksums"):
+        decode_record(resealed(bare))
+    for cut in (good[:-8] + good[-4:], good + b"1234"):
+        with pytest.raises(CodecError, match="expected"):
+            decode_record(resealed(cut))
+    with pytest.raises(ValueError, match="sent_until"):
+        encode_record(attrs.evolve(SUMMED, sent_until=(2**32,)))
+
+
 def test_the_record_contains_the_64_bytes() -> None:
     """Rule 5: R120's bytes are inside; kv_len is the last cached position (R63)."""
     data = encode_record(SAMPLE)
@@ -132,8 +173,9 @@ def test_absent_logprob_is_not_zero() -> None:
         assert decode_record(encode_record(record)).logprob == logprob
 
 
-def test_no_byte_of_a_record_can_change_unnoticed() -> None:
-    data = encode_record(SAMPLE)
+@pytest.mark.parametrize("record", [SAMPLE, SUMMED], ids=["plain", "summed"])
+def test_no_byte_of_a_record_can_change_unnoticed(record: MetadataRecord) -> None:
+    data = encode_record(record)
     for i in range(len(data)):
         bad = bytearray(data)
         bad[i] ^= 0x10

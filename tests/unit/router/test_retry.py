@@ -30,6 +30,7 @@ WORTH_IT = {
     "prefill_failed",
     "handshake_rejected",
     "transfer_failed",
+    "corrupted",
     "bad_metadata",
     "peer_lost",
     "stale_route",

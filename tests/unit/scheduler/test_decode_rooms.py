@@ -27,7 +27,8 @@ from pdcore.fsm.events import LeaseRevoked, MessageReceived, PeerLost
 from pdcore.fsm.states import ReceiverState
 from pdcore.kv.slots import MetadataSlots
 from pdcore.scheduler.decode import DecodeCore
-from pdcore.scheduler.decode_rooms import MAX_AGE_S, DecodeRecord
+from pdcore.scheduler.decode_record import DecodeRecord
+from pdcore.scheduler.decode_rooms import MAX_AGE_S
 from pdcore.types import GenerateRequest, Incarnation, LeaseId, Nonce, PeerRef, RoomKey
 from tests.unit.scheduler.kit import (
     DECODE,

@@ -11,7 +11,7 @@ from pdcore.fsm.effects import Effect, ReportFinished, ReportTokens
 from pdcore.fsm.events import StepCompleted
 from pdcore.kv.metadata import MetadataRecord
 from pdcore.scheduler.decode import DecodeCore
-from pdcore.scheduler.decode_rooms import DecodeRecord
+from pdcore.scheduler.decode_record import DecodeRecord
 from pdcore.scheduler.running import Running
 from pdcore.testing.world import World, make_world
 from pdcore.types import (

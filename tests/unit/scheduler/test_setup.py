@@ -108,3 +108,31 @@ def test_d35_the_cache_dtype_is_that_of_the_entries() -> None:
     key, value = make_spec().entries
     spec = KVCacheSpec((attrs.evolve(key, dtype="int8"), value))
     assert make_setup(spec=spec).kv_cache_dtype == "int8,uint8"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        ("none", "none", ""),
+        ("none", "crc32", ""),
+        ("crc32", "crc32", ""),
+        ("crc32", "none", "integrity: prefill has crc32, decode has none; set both alike"),
+        ("none", "md5", "integrity: decode asks for md5, prefill has only crc32; upgrade prefill"),
+    ],
+)
+def test_checksums_are_what_decode_asks_for(prefill: str, decode: str, named: str) -> None:
+    """Issue 4.7: prefill answers; where it is configured itself, it insists."""
+    setup = make_setup(PREFILL, integrity=prefill)
+    data = make_setup(integrity=decode).endpoint()
+    if named:
+        with pytest.raises(IncompatibleError, match=named):
+            read_endpoint(setup, data)
+    else:
+        assert read_endpoint(setup, data).is_summed == (decode == "crc32")
+
+
+def test_prefill_that_cannot_read_its_kv_says_so() -> None:
+    setup = make_setup(PREFILL, is_host_memory=False)
+    assert not read_endpoint(setup, make_setup().endpoint()).is_summed
+    with pytest.raises(IncompatibleError, match="prefill's KV is in device memory"):
+        read_endpoint(setup, make_setup(integrity="crc32").endpoint())

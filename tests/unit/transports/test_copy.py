@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import RemoteLease
 from pdcore.transports.check import plan_copies
-from pdcore.transports.copy import copy_steps
+from pdcore.transports.copy import copy_steps, written_byte
 from pdcore.types import Incarnation, LeaseId
 
 SIZE = 1 << 16
@@ -88,3 +88,21 @@ def test_a_step_copies_only_when_it_is_asked_for() -> None:
     assert not dst.any()
     assert next(steps) == 100
     assert dst.sum() == 100
+
+
+def test_every_written_byte_has_a_number() -> None:
+    """Over all pairs, pieces and rows; numbers wrap around."""
+    rows = np.array([[0, 10, 3, 2, 8, 5], [20, 40, 4, 1, 0, 0]], np.int64)
+    other = np.array([[0, 7, 2, 1, 0, 0]], np.int64)
+    lease = RemoteLease(
+        LeaseId(Incarnation(b"d" * 16), 1),
+        {1: np.array([[0, 64]], np.int64), 2: np.array([[0, 64]], np.int64)},
+    )
+    batches = [WriteBatch(1, 1, rows), WriteBatch(1, 2, other)]
+    plan = plan_copies(batches, {1: 64}, {1: 64, 2: 64}, lease)
+    places = [10, 11, 12, 15, 16, 17, 40, 41, 42, 43]
+    expected = [*((1, at) for at in places), (2, 7), (2, 8)]
+    found = [written_byte(plan, index) for index in range(12)]
+    assert sorted(found) == sorted(expected)
+    assert written_byte(plan, -1) == found[-1]
+    assert written_byte(plan, 12) == found[0]

@@ -141,6 +141,10 @@ def test_corruption_flips_one_byte() -> None:
     world.submit()
     world.drain()
     assert bytes(world.target.buffer) == ALL[:255] + bytes([0])
+    world.faults.corrupt_next, world.faults.corrupt_byte = True, 3
+    world.submit()
+    world.drain()
+    assert bytes(world.target.buffer) == ALL[:3] + bytes([ALL[3] ^ 0xFF]) + ALL[4:]
 
 
 def test_late_landing_outlives_cancel() -> None:
