@@ -39,6 +39,7 @@ from pdcore.testing.world import World, make_world
 from pdcore.transports.check import CopyPlan
 from pdcore.transports.copy import ByteArray, copy_pieces
 from pdcore.transports.shm import ShmTransport
+from pdcore.transports.shm_attach import AttachedMemory
 from pdcore.transports.shm_pages import PeerMemory
 from pdcore.transports.socket import SocketTransport
 from pdcore.transports.socket_incoming import Incoming, Placed
@@ -62,21 +63,30 @@ class Gate:
         self._num_ended = 0
 
     def copy_paged(
-        self, plan: CopyPlan, local: Mapping[int, ByteArray], remote: Mapping[int, PeerMemory]
+        self,
+        plan: CopyPlan,
+        local: Mapping[int, ByteArray],
+        remote: Mapping[int, PeerMemory | AttachedMemory],
     ) -> Iterator[int]:
         """In place of the product's, in small chunks."""
         while threading.get_ident() == self._owner:
             yield 0  # the caller's own thread would wait for itself
         for pair in plan.pairs:
             source, memory = local[pair.local_region], remote[pair.remote_region]
+            if isinstance(memory, AttachedMemory):
+                yield from self._through(memory.write(pair.pieces, source))
+                continue
             for pieces, granules in memory.windows(pair.pieces):
                 with memory.using(granules) as missing:
                     yield from memory.populate(missing)
                     chunks = copy_pieces(pieces, source, memory.array, CHUNK_BYTES)
-                    self._wait()
-                    for copied in chunks:
-                        yield copied
-                        self._wait()
+                    yield from self._through(chunks)
+
+    def _through(self, chunks: Iterator[int]) -> Iterator[int]:
+        self._wait()
+        for copied in chunks:
+            yield copied
+            self._wait()
 
     def _wait(self) -> None:
         with self._changed:
@@ -112,13 +122,14 @@ class Gate:
             self._changed.notify_all()
 
 
-def shm_trial(seed: int) -> Trial:
-    """A's client is gone while the other end's thread is in the middle of its copy."""
+def shm_trial(seed: int, shared: bool = True) -> Trial:
+    """A's client is gone while the other end's thread is in the middle of its copy; ``shared``
+    False: into memory of decode that nobody shares."""
     gate = Gate()
     made: list[ShmTransport] = []
 
     def make(incarnation: Incarnation, name: str) -> ShmTransport:
-        transport = ShmTransport(incarnation)
+        transport = ShmTransport(incarnation, shared=shared)
         mover = transport._sender._mover
         ring = mover._ring
 
@@ -130,12 +141,17 @@ def shm_trial(seed: int) -> Trial:
         made.append(transport)
         return transport
 
-    patched = mock.patch("pdcore.transports.shm_sender.copy_paged", gate.copy_paged)
-    patched.start()
+    patches = (
+        mock.patch("pdcore.transports.shm_sender.copy_paged", gate.copy_paged),
+        mock.patch("pdcore.transports.shm_attach.CHUNK_BYTES", CHUNK_BYTES),
+    )
+    for patch in patches:
+        patch.start()
 
     def close() -> None:
         gate.open()
-        patched.stop()
+        for patch in patches:
+            patch.stop()
         for transport in made:
             assert transport.close() == []
 
@@ -196,6 +212,7 @@ def socket_trial(seed: int) -> Trial:
 
 TRIALS: dict[str, MakeTrial] = {
     "shm": shm_trial,
+    "shm, attach": partial(shm_trial, shared=False),
     "socket": socket_trial,
     "loopback": loopback_trial,
     "loopback, writes outlive their process": outliving_trial,
