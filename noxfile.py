@@ -64,12 +64,12 @@ def install_vendors(session: nox.Session) -> dict[str, str]:
         )
         return {}
     known = os.environ.get("LD_LIBRARY_PATH")
-    return {"LD_LIBRARY_PATH": f"{path}:{known}" if known else str(path)}
+    return {"LD_LIBRARY_PATH": f"{path}:{known}" if known else path}
 
 
-def fetch_verbs(session: nox.Session) -> Path | None:
-    """The folder of libibverbs.so.1 out of Debian packages that are unpacked, not installed;
-    None where there is no apt-get, or it has none."""
+def fetch_verbs(session: nox.Session) -> str | None:
+    """The library path of libibverbs.so.1 out of Debian packages that are unpacked, not
+    installed; None where there is no apt-get, or it has none."""
     folder = (session.cache_dir / "verbs").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.rglob("libibverbs.so.1")):
@@ -83,7 +83,9 @@ def fetch_verbs(session: nox.Session) -> Path | None:
                     session.run("apt-get", *command, external=True, success_codes=anything)
             for package in folder.glob("*.deb"):
                 session.run("dpkg", "-x", package.name, ".", external=True)
-    return next((path.parent for path in folder.rglob("libibverbs.so.1")), None)
+        if not any(folder.rglob("libibverbs.so.1")):
+            return None
+    return ":".join(sorted({str(path.parent) for path in folder.rglob("lib*.so.*")}))
 
 
 def pytest(
