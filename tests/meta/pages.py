@@ -39,7 +39,7 @@ FAILURES = {
     "handshake_rejected": "prefill refused this decode instance's handshake",
     "bad_metadata": "what came with the KV cache does not fit the request",
     "transfer_failed": "the KV cache did not arrive",
-    "corrupted": "the KV cache did not arrive as it was sent (`disagg.integrity`)",
+    "corrupted": "the KV cache did not arrive as it was sent (`--integrity`)",
     "stale_route": "the prefill instance was restarted and decode had its old route; send it again",
     "bad_gateway": "the router could not use what an instance answered",
     "peer_lost": "an instance at the other end of the transfer died or cannot be reached",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 
 import attrs
 import pytest
@@ -11,6 +13,7 @@ from pdcore.config import CoreLimits
 from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
 from pdcore.fsm.events import BlocksVerified, Event
 from pdcore.scheduler.decode import DecodeCore
+from pdcore.server.client import HttpClient, Origin
 from pdcore.sim.checks import unrest
 from pdcore.sim.clients import Outcome, ask
 from pdcore.sim.cluster import Cluster
@@ -19,6 +22,7 @@ from pdcore.sim.plan import Plan, Request, WorldOptions, make_plan, with_corrupt
 from pdcore.sim.world import in_world, run_world
 from pdcore.testing.world import World, make_world
 from pdcore.types import CRC32, NO_CHECKSUMS, RoomKey, SamplingParams
+from tests.scenarios.processes import Program
 
 PROMPT = list(range(10, 31))
 TEN = SamplingParams(max_tokens=10)
@@ -263,3 +267,35 @@ def test_that_deployment_breaks_them_without_checksums() -> None:
     options = attrs.evolve(plan.options, integrity=NO_CHECKSUMS)
     found = run_world(attrs.evolve(plan, options=options))
     assert any("is not what was computed" in one for one in found.violations)
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
+def test_processes_serve_with_checksums_what_they_serve_without() -> None:
+    """Shared memory, two prefill ranks and one decode rank, as a person would start them."""
+    where = ("--simulated", "--integrity", "crc32", "--prefill-tp", "2")
+    program = Program("up", "--port", "0", *where)
+    try:
+        ready = program.wait_for(r"ready: http://([\d.]+):(\d+)")
+        asyncio.run(compare(Origin(ready[1], int(ready[2]))))
+        assert program.stop() == 0
+    finally:
+        program.close()
+
+
+async def compare(origin: Origin) -> None:
+    client = HttpClient()
+    for length in (1, 16, 100, 700):
+        prompt = [7 + j for j in range(length)]
+        body = {"prompt": prompt, "max_tokens": 6, "return_token_ids": True, "timeout": 50}
+        headers = [("content-type", "application/json")]
+        response = await client.request(
+            "POST", origin, "/v1/completions", json.dumps(body).encode(), headers=headers
+        )
+        answer = json.loads(await response.read())
+        assert response.status == 200, answer
+        expected = simulated_tokens(SimulatedConfig(), prompt, 6)
+        assert answer["choices"][0]["token_ids"] == expected
+    await client.aclose()

@@ -48,6 +48,8 @@ class EngineFlags:
     """How KV moves; default auto. `pdcore doctor` lists what works here."""
     transport_secret_file: str | None = None
     """Transport socket: a file with a secret that all peers must know; default none."""
+    integrity: str | None = None
+    """crc32: KV travels with checksums, which decode compares; default none."""
     log_level: str | None = None
     """debug, info, warning or error."""
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)] = ()
@@ -65,6 +67,7 @@ _SECTION_OF: Final = {
     "num_blocks": ("scheduler_config", "num_blocks"),
     "transport": ("disagg", "transport"),
     "transport_secret_file": ("disagg", "transport_secret_file"),
+    "integrity": ("disagg", "integrity"),
     "log_level": ("server_config", "log_level"),
 }
 

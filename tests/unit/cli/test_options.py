@@ -35,6 +35,7 @@ def test_every_flag_is_used() -> None:
         max_prefill_tokens=100,
         num_blocks=50,
         transport="loopback",
+        integrity="crc32",
         log_level="error",
         set_=("limits_config.linger_s=1", "scheduler_config.block_size=8"),
     )
@@ -48,6 +49,7 @@ def test_every_flag_is_used() -> None:
     assert config.scheduler.block_size == 8
     assert config.limits.linger_s == 1
     assert config.disagg.transport == "loopback"
+    assert config.disagg.integrity == "crc32"
     assert config.server.log_level == "error"
     untested = {f.name for f in attrs.fields(EngineFlags)} - {"kv_cache_bytes", "model"}
     untested -= {"transport_secret_file"}  # loopback asks for none: its own test

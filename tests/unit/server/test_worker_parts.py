@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from pdcore.config import CoreLimits, InstanceConfig, WorkerConfig, worker_config
+from pdcore.control.codec import decode_endpoint
 from pdcore.control.link import LeaderLink
 from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 from pdcore.errors import ConfigError
@@ -118,6 +119,18 @@ def test_a_worker_is_registered_with_what_decode_must_compare() -> None:
         assert told.incarnation == built.core.setup.me.incarnation.hex()
     finally:
         assert parts.close(0.0) == []
+        link.close()
+
+
+def test_checksums_are_what_the_configuration_says() -> None:
+    link = LeaderLink(lambda rank, message: None)
+    config = worker(link_address=link.address, role="decode", integrity="crc32", bootstrap="")
+    parts = build(config, lambda text: None)
+    try:
+        setup = parts.assemble(parts.link).core.setup
+        assert decode_endpoint(setup.endpoint()).integrity == "crc32"
+    finally:
+        parts.close(0.0)
         link.close()
 
 
