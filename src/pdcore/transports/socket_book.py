@@ -127,6 +127,16 @@ class Book:
         self._leaving.add(link.incarnation)
         self.end(link, "the peer closed its transport", LinkEnd.WORD)
 
+    def welcomed(self, incarnation: Incarnation, oldest: int) -> None:
+        """A newer session of ours was welcomed by that life, which reads nothing more of
+        those below ``oldest``."""
+        for link in self.links:
+            is_ours = isinstance(link.half, Outgoing) and link.incarnation == incarnation
+            if is_ours and link.number < oldest:
+                self.end(link, "there is a newer session", LinkEnd.WORD)
+        self.debts.settle(incarnation, oldest)
+        self.probes.stop(incarnation)
+
     def supersede(self, incarnation: Incarnation, oldest: int) -> None:
         """That life says that its sessions below ``oldest`` are over: place nothing more of
         them, from now on."""

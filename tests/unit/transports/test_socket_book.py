@@ -136,6 +136,22 @@ def test_a_stalled_session_is_settled_by_the_end_of_its_stream(scene: Scene) -> 
     assert scene.told() == [(1, True)]
 
 
+def test_a_newer_session_settles_those_that_stalled_and_linger(scene: Scene) -> None:
+    """G2: on a way that lets nothing through the end of a stream never comes; what was owed,
+    and the descriptor, stayed for ten minutes and more."""
+    stalled, open_, theirs = scene.sender(number=2), scene.sender(number=7), scene.receiver(3)
+    scene.book.give_up(stalled, "stalled", fenced=False)
+    scene.book.end(scene.sender(ELSEWHERE, number=1), "cut", LinkEnd.ERROR)
+    assert scene.told() == [(1, False), (2, True), (5, False), (6, True)]
+    scene.book.welcomed(Incarnation(b"x" * 16), 9)
+    assert scene.told() == []
+    scene.book.welcomed(PEER, 7)
+    assert sorted(scene.told()) == [(1, True), (5, True)]
+    assert stalled.sock.fileno() == -1
+    assert open_.sock.fileno() >= 0
+    assert theirs.sock.fileno() >= 0
+
+
 def test_a_life_that_says_bye_is_over_with_its_last_connection(scene: Scene) -> None:
     """And what it owes is settled, and it is not watched any more."""
     scene.book.end(scene.sender(ELSEWHERE, number=1), "cut", LinkEnd.ERROR)

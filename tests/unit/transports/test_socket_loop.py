@@ -16,7 +16,7 @@ from pdcore.errors import TransportError
 from pdcore.testing.transport_checks_data import MIB, finish
 from pdcore.testing.transport_harness import Pair, RegistryHarness, make_batch, make_lease
 from pdcore.testing.transport_watch import Watched, is_zero, pump, same, settle
-from pdcore.transports import socket_loop, socket_service
+from pdcore.transports import socket_links, socket_loop, socket_service
 from pdcore.transports.base import HandleStatus, Transport
 from pdcore.transports.socket import SocketTransport
 from pdcore.transports.socket_links import Link
@@ -150,7 +150,7 @@ def test_a_sender_that_was_stopped_itself_does_not_blame_its_peers(
 
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0])
         monkeypatch.setattr(sender._loop._poller, "wait", stopped)
-        for module in (socket_loop, socket_service):
+        for module in (socket_loop, socket_links):
             monkeypatch.setattr(module, "time", clock)
         pump(pair.sender, until=lambda: skipped[0] > 180.0)
         assert handle not in pair.sender.record.ended
