@@ -18,6 +18,7 @@ an empty plan and still report Done.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
@@ -50,11 +51,11 @@ LOCAL_OFFSET, REMOTE_OFFSET, ROW_BYTES, ROWS, LOCAL_STRIDE, REMOTE_STRIDE = rang
 
 Int64Array = NDArray[np.int64]
 
+#: Manager key, and of blocks without a gap between them offsets and strides, shape (n, 1).
+_Extents = tuple[str, Int64Array, Int64Array]
+
 #: The share of who writes alone.
 WHOLE: Final[Share] = (0, 1)
-
-#: Up to so many byte ranges are merged one after the other: that is cheaper than arrays.
-_FEW: Final = 128
 
 
 @attrs.frozen(eq=False)
@@ -196,6 +197,30 @@ def plan_blocks(
 _planner = lru_cache(maxsize=256)(KVPlanner)
 
 
+@lru_cache(maxsize=256)
+def _extents(placement: KVPlacement, spec: KVCacheSpec) -> dict[int, list[_Extents]] | None:
+    """By region. Entries side by side in a block are one. None where there are gaps, or one
+    entry's blocks lie among another's."""
+    lines: dict[int, dict[str, list[list[int]]]] = {}
+    for i in sorted(range(len(spec.entries)), key=lambda i: placement.offsets[i]):
+        entry, offset, stride = spec.entries[i], placement.offsets[i], placement.block_strides[i]
+        same = lines.setdefault(placement.regions[i], {}).setdefault(entry.manager_key, [])
+        if same and same[-1][1] == stride and sum(same[-1][::2]) == offset:
+            same[-1][2] += entry.item_len
+        else:
+            same.append([offset, stride, entry.item_len])
+    for by_key in lines.values():
+        end = 0
+        for offset, stride, width in sorted(itertools.chain(*by_key.values())):
+            if offset < end or width != stride:
+                return None
+            end = offset + placement.num_blocks * stride
+    return {
+        region: [(key, *np.array(same, np.int64).T[:2, :, None]) for key, same in by_key.items()]
+        for region, by_key in lines.items()
+    }
+
+
 def lease_ranges(
     placement: KVPlacement, spec: KVCacheSpec, block_ids: Mapping[str, Sequence[int]]
 ) -> dict[int, Int64Array]:
@@ -207,38 +232,39 @@ def lease_ranges(
     for key in spec.block_sizes:
         if key not in block_ids:
             raise IncompatibleError(f"block ids: none for manager key {key!r}")
-    num_spans = sum(len(block_ids[entry.manager_key]) for entry in spec.entries)
-    merge = _merge_few if num_spans <= _FEW else _merge_many
-    return merge(placement, spec, block_ids)
-
-
-def _merge_few(
-    placement: KVPlacement, spec: KVCacheSpec, block_ids: Mapping[str, Sequence[int]]
-) -> dict[int, Int64Array]:
-    """:func:`_merge_many` for a short request: one array instead of twenty."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for key in spec.block_sizes:
-        if ids := block_ids[key]:
-            _check_ids(key, min(ids), max(ids), placement.num_blocks)
-    for i, entry in enumerate(spec.entries):
-        first, stride, width = placement.offsets[i], placement.block_strides[i], entry.item_len
-        starts = [first + b * stride for b in block_ids[entry.manager_key] if b != NULL_BLOCK]
-        spans = found.setdefault(placement.regions[i], [])
-        spans += [(start, start + width) for start in starts]
+    extents = _extents(placement, spec)
+    if extents is None:
+        return _merge(placement, spec, block_ids)
+    # Once per key: a run of blocks is a run of bytes in each entry. It never touches one of the
+    # next entry, which begins with the null block.
+    runs = {key: _runs(key, block_ids[key], placement.num_blocks) for key in spec.block_sizes}
     ranges: dict[int, Int64Array] = {}
-    for region, spans in found.items():
-        merged: list[list[int]] = []
-        for start, end in sorted(spans):
-            if not merged or start > merged[-1][1]:
-                merged.append([start, end])
-            elif end > merged[-1][1]:
-                merged[-1][1] = end
-        if merged:
-            ranges[region] = np.array(merged, np.int64)
+    for region, by_key in extents.items():
+        parts = [(first + runs[key] * stride).reshape(-1, 2) for key, first, stride in by_key]
+        every = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(every):
+            ranges[region] = every if len(parts) == 1 else every[every[:, 0].argsort()]
     return ranges
 
 
-def _merge_many(
+def _runs(key: str, ids: Sequence[int], num_blocks: int) -> Int64Array:
+    """First and one past the last of each run of consecutive blocks, 2 x runs numbers, null
+    blocks left out."""
+    ordered = sorted(ids)
+    if ordered:
+        _check_ids(key, ordered[0], ordered[-1], num_blocks)
+    edges: list[int] = []
+    end = NULL_BLOCK + 1
+    for block in ordered:
+        if block == end and edges:
+            edges[-1] = end = block + 1
+        elif block >= end:
+            end = block + 1
+            edges += (block, end)
+    return np.array(edges, np.int64)
+
+
+def _merge(
     placement: KVPlacement, spec: KVCacheSpec, block_ids: Mapping[str, Sequence[int]]
 ) -> dict[int, Int64Array]:
     """See :func:`lease_ranges`."""

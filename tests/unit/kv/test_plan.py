@@ -829,18 +829,70 @@ def test_lease_ranges_are_sorted_disjoint_and_merged() -> None:
         lease_ranges(place, spec, {"full": [10]})
 
 
-@given(blocks=st.lists(st.integers(0, 9), max_size=12), per_region=st.booleans())
-def test_few_and_many_blocks_give_the_same_ranges(blocks: list[int], per_region: bool) -> None:
+@given(
+    blocks=st.lists(st.integers(0, 9), max_size=12),
+    other=st.lists(st.integers(0, 9), max_size=12),
+    regions=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    order=st.permutations(range(4)),
+    gap=st.sampled_from([0, 0, 8]),
+    keys=st.lists(st.sampled_from(["full", "full", "other"]), min_size=4, max_size=4),
+    are_side_by_side=st.booleans(),
+)
+def test_ranges_by_run_are_those_of_block_after_block(
+    blocks: list[int],
+    other: list[int],
+    regions: list[int],
+    order: list[int],
+    gap: int,
+    keys: list[str],
+    are_side_by_side: bool,
+) -> None:
+    """Entries in any order in any region, of one manager key or two, after each other or side
+    by side in each block, with a gap or none between them: against the bytes themselves."""
     spec = gqa(1, layers=2)
-    place, _ = place_entries(spec, 10)
-    if per_region:
-        place = attrs.evolve(place, regions=tuple(range(len(spec.entries))))
-    few = lease_ranges(place, spec, {"full": blocks})
+    spec = attrs.evolve(
+        spec,
+        entries=tuple(
+            attrs.evolve(e, manager_key=k) for e, k in zip(spec.entries, keys, strict=True)
+        ),
+    )
+    width = spec.entries[0].item_len + gap
+    offsets = tuple((1 if are_side_by_side else 10) * width * i for i in order)
+    stride = (4 if are_side_by_side else 1) * width
+    place = KVPlacement(10, tuple(regions), offsets, (stride,) * 4)
+    ids = {"full": blocks, "other": other}
+    assert {r: a.tolist() for r, a in lease_ranges(place, spec, ids).items()} == merged(
+        place, spec, ids
+    )
+
+
+def merged(
+    place: KVPlacement, spec: KVCacheSpec, ids: dict[str, list[int]]
+) -> dict[int, list[list[int]]]:
+    """By definition: the bytes that belong to some block, cut where one is missing."""
+    found: dict[int, set[int]] = {}
+    for i, entry in enumerate(spec.entries):
+        for block in set(ids[entry.manager_key]) - {0}:
+            start = place.offsets[i] + block * place.block_strides[i]
+            found.setdefault(place.regions[i], set()).update(range(start, start + entry.item_len))
+    return {
+        region: [
+            [start, min(end for end in range(start, max(these) + 2) if end not in these)]
+            for start in sorted(these)
+            if start - 1 not in these
+        ]
+        for region, these in found.items()
+    }
+
+
+def test_entries_side_by_side_in_a_block_have_one_range() -> None:
+    spec = gqa(1, layers=1)
+    item = spec.entries[0].item_len
+    place = KVPlacement(10, (0, 0), (0, item), (2 * item, 2 * item))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdcore.kv.plan._FEW", -1)
-        many = lease_ranges(place, spec, {"full": blocks})
-    assert {r: a.tolist() for r, a in few.items()} == {r: a.tolist() for r, a in many.items()}
-    assert all(a.dtype == np.int64 and a.ndim == 2 for a in few.values())
+        patch.setattr("pdcore.kv.plan._merge", None)  # the way without going through every block
+        (ranges,) = lease_ranges(place, spec, {"full": [5, 4]}).values()
+    assert ranges.tolist() == [[8 * item, 12 * item]]
 
 
 def test_planning_is_fast() -> None:
