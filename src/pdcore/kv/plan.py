@@ -251,9 +251,13 @@ def _runs(key: str, ids: Sequence[int], num_blocks: int) -> Int64Array:
     """First and one past the last of each run of consecutive blocks, 2 x runs numbers, null
     blocks left out."""
     ordered = sorted(ids)
-    if ordered:
-        _check_ids(key, ordered[0], ordered[-1], num_blocks)
     edges: list[int] = []
+    if ordered:
+        first, last = ordered[0], ordered[-1]
+        _check_ids(key, first, last, num_blocks)
+        is_one = first != NULL_BLOCK and last - first == len(ordered) - 1
+        if is_one and ordered == list(range(first, last + 1)):
+            return np.array((first, last + 1), np.int64)
     end = NULL_BLOCK + 1
     for block in ordered:
         if block == end and edges:
