@@ -63,6 +63,10 @@ class LinkOver(TransportError):
         self.detail = detail
 
 
+class NobodyListens(PeerGone):
+    """The kernel there says so: that transport is closed, or its process gone."""
+
+
 class _Empty(Exception):
     """Nothing to read now."""
 
@@ -212,11 +216,12 @@ def _heard(kind: Kind, body: bytes) -> tuple[Kind, bytes]:
 
 
 def dial(address: Address, timeout_s: float) -> Channel:
-    """Raises PeerGone when nobody answers, TransportError when it cannot be reached."""
+    """Raises NobodyListens, PeerGone when nobody answers, TransportError when it cannot be
+    reached."""
     try:
         return Channel(socket.create_connection((address.host, address.port), timeout_s))
     except ConnectionRefusedError:
-        raise PeerGone("nobody listens at the peer's address: its process is gone") from None
+        raise NobodyListens("nobody listens at the peer's address: its process is gone") from None
     except TimeoutError:
         raise PeerGone("the peer does not accept connections: stopped, or overloaded") from None
     except OSError as error:

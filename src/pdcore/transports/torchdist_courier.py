@@ -8,6 +8,8 @@ two.
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -116,15 +118,22 @@ class Line:
         while not self.is_hurried and time.monotonic() < deadline:
             self._receive(deadline)
 
-    def resolve(self) -> LinkOver | None:
-        """Wait for the end of the doubt, as long as it takes; how the connection ended if
-        that was it. ``is_in_doubt`` stays True when nobody can tell."""
-        while self.is_in_doubt and not self.is_hurried:
+    def resolve(self, deadline: float) -> LinkOver | None:
+        """Wait for the end of the doubt; how the connection ended if that was it.
+        ``is_in_doubt`` stays True when nobody can tell."""
+        while self.is_in_doubt and not self.is_hurried and time.monotonic() < deadline:
             try:
-                self._receive(None)
+                self._receive(deadline)
             except LinkOver as over:
                 return over
         return None
+
+    def rest(self, deadline: float) -> None:
+        """Wait for the owner alone: the connection has said its last."""
+        bell = select.poll()
+        bell.register(self._wake, select.POLLIN)
+        if bell.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            os.eventfd_read(self._wake)
 
     def _receive(self, deadline: float | None) -> tuple[Kind, bytes] | None:
         try:

@@ -77,6 +77,15 @@ class Desk:
         self.port = port
         self.limits = limits
         self.token = secrets.token_bytes(16)
+        #: By sender and session; guarded by the hub's lock.
+        self.links: dict[tuple[Incarnation, int], Incoming] = {}
+
+    def drop(self, incarnation: Incarnation, number: int) -> None:
+        """The sender gave that session up: from now on nothing of it is placed."""
+        with self.hub.lock:
+            link = self.links.get((incarnation, number))
+            if link is not None:
+                link.stop(is_dropped=True)
 
 
 class Incoming:
@@ -87,7 +96,9 @@ class Incoming:
         self._desk = desk
         self._ringing = threading.Lock()
         self._is_closing = False
+        self._is_dropped = False
         self._incarnation: Incarnation | None = None
+        self._number = 0
         self._thread = threading.Thread(target=self._run, name="pdcore-torchdist-in", daemon=True)
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(sock.close)
@@ -97,10 +108,12 @@ class Incoming:
             self._thread.start()
             unless_made.pop_all()
 
-    def stop(self) -> None:
-        """Say goodbye for our whole incarnation and end the thread; does not wait."""
+    def stop(self, *, is_dropped: bool = False) -> None:
+        """Say goodbye for our whole incarnation, or for this session alone, and end the
+        thread; does not wait."""
         with self._ringing:
-            self._is_closing = True
+            self._is_dropped |= is_dropped
+            self._is_closing |= not is_dropped
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -149,6 +162,9 @@ class Incoming:
             os.close(self._wake)
             self._wake = -1
         if self._incarnation is not None:
+            with self._desk.hub.lock:
+                if self._desk.links.get((self._incarnation, self._number)) is self:
+                    del self._desk.links[self._incarnation, self._number]
             self._desk.hub.ended(self._incarnation, end, detail)
 
     def _greet(self) -> None:
@@ -162,14 +178,17 @@ class Incoming:
             hello = decode_hello(frame[1])
             if hello.target != desk.incarnation or not hmac.compare_digest(hello.token, desk.token):
                 raise TransportError(f"stale descriptor: this is {desk.incarnation.hex()}")
+            desk.drop(hello.incarnation, hello.drops)
             if not desk.hub.opened(hello.incarnation):
                 raise TransportError("this incarnation of yours was reported as over")
         except TransportError as error:
             self._channel.farewell(Kind.REFUSED, str(error))
             raise LinkOver(End.DISCONNECTED, str(error)) from None
-        self._incarnation = hello.incarnation
+        self._incarnation, self._number = hello.incarnation, hello.number
         self._channel.witness = Witness(hello.stamp)
         with desk.hub.lock:
+            if hello.number:
+                desk.links[hello.incarnation, hello.number] = self
             regions = desk.regions.targets()
         self._send(Kind.WELCOME, Welcome(stamp(), regions).encode())
 
@@ -231,8 +250,8 @@ class Incoming:
         """Raises _Refusal when the lease has ended since it was checked."""
         desk = self._desk
         with desk.hub.lock:
-            if desk.regions.granted(head.lease) is None:
-                raise _Refusal(f"{head.lease} was revoked")
+            if self._is_dropped or desk.regions.granted(head.lease) is None:
+                raise _Refusal(f"{head.lease} was revoked, or its sender gave the session up")
             scatter(plan, staging.host, desk.regions.arrays)
             if head.is_last and head.notify is not None and self._incarnation is not None:
                 desk.hub.put(Notification(self._incarnation, head.notify))
@@ -241,6 +260,8 @@ class Incoming:
         """Raises LinkOver when the peer, or we, say goodbye."""
         deadline = None
         while True:
+            if self._is_dropped:
+                raise LinkOver(End.DISCONNECTED, "its sender gave the session up")
             if self._is_closing:
                 deadline = deadline or time.monotonic() + closing_grace_s
                 if time.monotonic() >= deadline:

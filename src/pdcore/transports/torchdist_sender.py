@@ -3,7 +3,7 @@
 Every handle of a session is ended by this thread alone, so each ends once. A chunk that was
 sent and not yet reported as placed may land until the peer says so, or is gone: for that
 long a handle that ended otherwise is not quiesced. That is waited for, however long it
-takes; a session in this state takes no more jobs.
+takes, and asked for over new connections; a session in this state takes no more jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import attrs
@@ -25,7 +26,7 @@ from pdcore.transports.base import Completion, HandleStatus, PeerSession, Remote
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.regions import RegionTable
-from pdcore.transports.torchdist_channel import Channel, End, LinkOver, dial
+from pdcore.transports.torchdist_channel import Channel, End, LinkOver, NobodyListens, dial
 from pdcore.transports.torchdist_courier import Job, Limits, Line, Stop, start
 from pdcore.transports.torchdist_group import Backend
 from pdcore.transports.torchdist_hub import Ended, Hub
@@ -42,28 +43,42 @@ from pdcore.types import Incarnation
 
 #: Transfers that may wait for one peer.
 MAX_QUEUED: Final = 4096
+#: A chunk in doubt: how long its answer is waited for before the peer is asked anew, over
+#: another connection; each time twice as long, up to the second.
+ASK_FIRST_S: Final = 0.5
+ASK_AT_MOST_S: Final = 30.0
 #: Part of ``close`` that peers have to say what became of their last chunk.
 CONFIRM_SHARE: Final = 0.6
 
 
+class Refused(TransportError):
+    """Somebody answers there, and does not let us in."""
+
+
 def open_channel(
-    mine: Incarnation, descriptor: EndpointDescriptor, address: Address, timeout_s: float
+    mine: Incarnation,
+    descriptor: EndpointDescriptor,
+    address: Address,
+    timeout_s: float,
+    *,
+    number: int = 0,
+    drops: int = 0,
 ) -> tuple[Channel, dict[int, int]]:
     """Dial, prove that we were given the descriptor, and learn the peer's regions.
 
-    Raises PeerGone when nobody answers in time, TransportError when refused.
+    Raises PeerGone when nobody answers in time, Refused, TransportError. See Hello.
     """
     deadline = time.monotonic() + timeout_s
     channel = dial(address, timeout_s)
     try:
-        hello = Hello(mine, descriptor.incarnation, address.token, stamp())
+        hello = Hello(mine, descriptor.incarnation, address.token, stamp(), number, drops)
         channel.send(Kind.HELLO, hello.encode(), timeout_s=timeout_s)
         answer = channel.receive(None, deadline)
         if answer is None:
             raise PeerGone("the peer did not answer in time: stopped, or overloaded")
         kind, body = answer
         if kind is Kind.REFUSED:
-            raise TransportError(f"the peer refused: {body.decode(errors='replace')}")
+            raise Refused(f"the peer refused: {body.decode(errors='replace')}")
         if kind is not Kind.WELCOME:
             raise TransportError(f"the peer answered {kind.name} instead of WELCOME")
         welcome = decode_welcome(body)
@@ -71,6 +86,8 @@ def open_channel(
         if not descriptor.regions.items() <= welcome.regions.items():
             raise TransportError("stale descriptor: it names regions the peer does not have")
     except LinkOver as over:
+        # Or the peer would take this end for our death, should the way to it have been cut.
+        channel.farewell(Kind.DISCONNECT)
         channel.close()
         raise PeerGone(f"the peer closed the connection: {over.detail}") from None
     except OSError as error:
@@ -84,10 +101,28 @@ def open_channel(
     return channel, welcome.regions
 
 
+def has_dropped(
+    mine: Incarnation, descriptor: EndpointDescriptor, address: Address, session: int, wait_s: float
+) -> bool:
+    """Tell the peer, over a connection of its own, that our ``session`` is given up.
+    True: nothing of that can land any more; False: nobody answered."""
+    try:
+        whatever = attrs.evolve(descriptor, regions={})
+        channel, _ = open_channel(mine, whatever, address, wait_s, drops=session)
+    except (Refused, NobodyListens):
+        # That life is over, or it has no link of ours any more.
+        return True
+    except TransportError:
+        return False
+    channel.farewell(Kind.DISCONNECT)
+    channel.close()
+    return True
+
+
 class Outgoing:
     """A session. The owner's thread submits and stops; ``sizes`` are the peer's regions in
-    bytes. Takes the channel over, unless this raises OSError or RuntimeError: no descriptor,
-    or no thread, is left for it."""
+    bytes, ``ask`` is has_dropped. Takes the channel over, unless this raises OSError or
+    RuntimeError: no descriptor, or no thread, is left for it."""
 
     def __init__(
         self,
@@ -97,8 +132,10 @@ class Outgoing:
         backend: Backend,
         hub: Hub,
         limits: Limits,
+        ask: Callable[[], bool],
     ) -> None:
         self.incarnation = descriptor.incarnation
+        self._ask = ask
         self.sizes = sizes
         self._hub = hub
         self._queue: deque[Job] = deque()
@@ -209,7 +246,7 @@ class Outgoing:
         for i, (handle, status, why) in enumerate(ends):
             self._hub.put(Ended(handle, status, i > 0 or not is_doubtful, why))
         if is_doubtful:
-            over = self._line.resolve()
+            over = self._settle()
             if over is not None:
                 end, detail = over.end, over.detail
             if not self._line.is_in_doubt:
@@ -221,6 +258,23 @@ class Outgoing:
             os.close(self._wake)
             self._wake = -1
         self._hub.ended(self.incarnation, end, detail)
+
+    def _settle(self) -> LinkOver | None:
+        """Wait for the end of the doubt, as long as it takes; how the connection ended, if it
+        did. A connection that was cut, or lets nothing through, says nothing: so the peer is
+        asked anew, but not by who closes."""
+        over: LinkOver | None = None
+        pause_s = ASK_FIRST_S
+        while self.is_in_doubt and not self._line.is_hurried:
+            until = time.monotonic() + pause_s
+            if over is None:
+                over = self._line.resolve(until)
+            else:
+                self._line.rest(until)
+            if self._line.is_in_doubt and self._farewell is not Kind.BYE and self._ask():
+                self._line.is_in_doubt = False
+            pause_s = min(2 * pause_s, ASK_AT_MOST_S)
+        return over
 
 
 @attrs.define(eq=False)
@@ -263,20 +317,22 @@ class Sender:
                 "configure the same on both sides"
             )
         timeout_s = self._limits.connect_timeout_s
-        channel, sizes = open_channel(self._incarnation, descriptor, address, timeout_s)
+        mine, number = self._incarnation, next(self._ids)
+        channel, sizes = open_channel(mine, descriptor, address, timeout_s, number=number)
         if not self._hub.opened(descriptor.incarnation):
             channel.farewell(Kind.DISCONNECT)
             channel.close()
             raise PeerGone("the peer's process is gone")
+        ask = partial(has_dropped, mine, descriptor, address, number, timeout_s)
         try:
-            link = Outgoing(channel, descriptor, sizes, self._backend, self._hub, self._limits)
+            link = Outgoing(channel, descriptor, sizes, self._backend, self._hub, self._limits, ask)
         except (OSError, RuntimeError) as error:
             channel.farewell(Kind.DISCONNECT)
             channel.close()
             self._hub.ended(descriptor.incarnation, End.DISCONNECTED, "")
             raise TransportError(f"this process is at its limits: {error}") from error
         self._links.append(link)
-        session = PeerSession(next(self._ids), descriptor.incarnation)
+        session = PeerSession(number, descriptor.incarnation)
         self._sessions[session.session_id] = link
         return session
 

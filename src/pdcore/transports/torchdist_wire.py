@@ -32,7 +32,7 @@ MAX_PAYLOAD_BYTES: Final = 65000
 TABLE_COLUMNS: Final = 5
 MAX_REASON_BYTES: Final = 2000
 
-_HELLO: Final = struct.Struct(f"<16s16s16s{STAMP.size}s")
+_HELLO: Final = struct.Struct(f"<16s16s16s{STAMP.size}sQQ")
 _REGION: Final = struct.Struct("<IQ")
 _GROUP: Final = struct.Struct("<I16s")
 _KEY: Final = struct.Struct("<H")
@@ -104,22 +104,28 @@ def decode_address(blob: bytes) -> Address:
 
 @attrs.frozen
 class Hello:
+    """``number`` names a session of this sender (0: none, only a question); of the one named
+    by ``drops`` nothing may be placed any more once this is answered."""
+
     incarnation: Incarnation
     target: Incarnation
     token: bytes
     #: Which process the sender is (see torchdist_witness).
     stamp: bytes
+    number: int = 0
+    drops: int = 0
 
     def encode(self) -> bytes:
-        return _HELLO.pack(self.incarnation, self.target, self.token, self.stamp)
+        fixed = self.incarnation, self.target, self.token, self.stamp
+        return _HELLO.pack(*fixed, self.number, self.drops)
 
 
 def decode_hello(body: bytes) -> Hello:
     """Raises TransportError."""
     if len(body) != _HELLO.size:
         raise TransportError("malformed HELLO")
-    incarnation, target, token, stamp = _HELLO.unpack(body)
-    return Hello(Incarnation(incarnation), Incarnation(target), token, stamp)
+    incarnation, target, *rest = _HELLO.unpack(body)
+    return Hello(Incarnation(incarnation), Incarnation(target), *rest)
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -85,7 +86,7 @@ def test_a_hurry_ends_the_wait(line: tuple[Line, Channel, int]) -> None:
     with pytest.raises(LinkOver, match="closed before"):
         mine.reply(Kind.READY)
     mine.is_in_doubt = True
-    assert mine.resolve() is None
+    assert mine.resolve(time.monotonic() + SOON_S) is None
     assert mine.is_in_doubt
 
 
@@ -95,7 +96,7 @@ def test_an_answer_ends_the_doubt(line: tuple[Line, Channel, int], kind: Kind) -
     mine, theirs, _ = line
     mine.is_in_doubt = True
     theirs.send(kind, timeout_s=SOON_S)
-    assert mine.resolve() is None
+    assert mine.resolve(time.monotonic() + SOON_S) is None
     assert not mine.is_in_doubt
 
 
@@ -111,10 +112,20 @@ def test_an_end_of_the_peer_ends_the_doubt(
     if goodbye is not None:
         theirs.farewell(goodbye)
     theirs.close()
-    over = mine.resolve()
+    over = mine.resolve(time.monotonic() + SOON_S)
     assert over is not None
     assert over.end is end
     assert not mine.is_in_doubt
+
+
+def test_the_doubt_is_waited_for_until_then(line: tuple[Line, Channel, int]) -> None:
+    mine, _, wake = line
+    mine.is_in_doubt = True
+    assert mine.resolve(time.monotonic() + 0.01) is None
+    assert mine.is_in_doubt
+    os.eventfd_write(wake, 1)
+    mine.rest(time.monotonic() + SOON_S)
+    mine.rest(time.monotonic())
 
 
 def test_nonsense_leaves_the_doubt(line: tuple[Line, Channel, int]) -> None:
@@ -122,7 +133,7 @@ def test_nonsense_leaves_the_doubt(line: tuple[Line, Channel, int]) -> None:
     mine, theirs, _ = line
     mine.is_in_doubt = True
     theirs._sock.send(b"HTTP/1.1 200 OK\r\n\r\n")
-    over = mine.resolve()
+    over = mine.resolve(time.monotonic() + SOON_S)
     assert over is not None
     assert over.end is End.LOST
     assert mine.is_in_doubt

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import attrs
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ from pdcore.transports.torchdist_chunks import plan_chunk
 from pdcore.transports.torchdist_group import GlooBackend
 from pdcore.transports.torchdist_hub import Happening, Hub
 from pdcore.transports.torchdist_receiver import Desk, Door, Incoming
-from pdcore.transports.torchdist_sender import open_channel
+from pdcore.transports.torchdist_sender import has_dropped, open_channel
 from pdcore.transports.torchdist_wire import (
     Address,
     ChunkHead,
@@ -92,8 +94,8 @@ class Rig:
         with self.hub.lock:
             self.regions.revoke(lease.lease)
 
-    def caller(self, incarnation: Incarnation = THEM) -> HandSender:
-        made = send_by_hand(self.descriptor.encode(), self.backend, incarnation)
+    def caller(self, incarnation: Incarnation = THEM, number: int = 0) -> HandSender:
+        made = send_by_hand(self.descriptor.encode(), self.backend, incarnation, number)
         self._callers.append(made)
         return made
 
@@ -126,6 +128,12 @@ def eventually(look: Callable[[], list[Happening]]) -> list[Happening]:
         if found:
             return found
         assert time.monotonic() < deadline, "nothing happened"
+
+
+def all_that_comes(caller: HandSender) -> None:
+    """Raises LinkOver at the end."""
+    while True:
+        caller.hear()
 
 
 @pytest.fixture
@@ -314,6 +322,38 @@ def test_a_group_that_breaks_alone_is_no_death(rig: Rig, monkeypatch: pytest.Mon
         caller.hear()
     assert over.value.end is End.DISCONNECTED
     assert rig.hub.drain() == []
+
+
+def test_a_session_that_was_given_up_places_nothing(rig: Rig) -> None:
+    """G2: its sender lost it and asks anew; once that is answered, no chunk of it lands."""
+    lease = rig.grant((0, 256))
+    given_up, good = rig.caller(number=7), rig.caller(number=8)
+    assert given_up.announce(lease.lease, 64, rows((rig.region, 0, 64)), b"never") is Kind.READY
+    assert has_dropped(THEM, rig.descriptor, rig.door.address, 7, SOON_S)
+    # Its thread has not ended yet, or it has: either way.
+    with contextlib.suppress(TransportError):
+        given_up.deliver(b"x" * 64)
+    with pytest.raises(LinkOver) as over:
+        all_that_comes(given_up)
+    assert over.value.end is End.DISCONNECTED
+    assert is_zero(memoryview(rig.memory))
+    assert good.announce(lease.lease, 64, rows((rig.region, 64, 128))) is Kind.REJECTED
+    assert good.announce(lease.lease, 64, rows((rig.region, 64, 64))) is Kind.READY
+    good.deliver(b"y" * 64)
+    assert good.hear() is Kind.PLACED
+    assert rig.hub.drain() == []
+    assert len(rig.desk.links) == 1
+
+
+def test_who_is_not_known_any_more_has_dropped_everything(rig: Rig) -> None:
+    """Another life there, or nobody: nothing of ours can land. Silence proves nothing."""
+    good = rig.door.address
+    other = attrs.evolve(rig.descriptor, incarnation=Incarnation(b"?" * 16))
+    assert has_dropped(THEM, other, good, 1, SOON_S)
+    with socket.create_server((HOST, 0)) as silent:
+        address = attrs.evolve(good, port=silent.getsockname()[1])
+        assert not has_dropped(THEM, rig.descriptor, address, 1, 0.05)
+    assert has_dropped(THEM, rig.descriptor, address, 1, SOON_S)
 
 
 def test_a_disconnect_is_no_death(rig: Rig) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 import threading
@@ -15,6 +16,7 @@ pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.testing.transport_harness import make_lease
+from pdcore.transports import torchdist_sender
 from pdcore.transports.base import Completion, HandleStatus, PeerDied, PeerSession
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.torchdist_channel import End, LinkOver
@@ -248,6 +250,64 @@ def test_a_chunk_that_may_land_keeps_its_handle_unquiesced() -> None:
         assert goodbye(rig.receiver) is End.DISCONNECTED
     finally:
         rig.close()
+
+
+def in_doubt(rig: Rig) -> int:
+    """A handle whose chunk was sent, and whose connection is of no use any more."""
+    session = rig.connect()
+    handle = rig.submit(session)
+    rig.receiver.join_group()
+    rig.receiver.take()
+    assert rig.receiver.channel is not None
+    rig.receiver.channel._sock.send(b"HTTP/1.1 200 OK\r\n\r\n")
+    (first,) = rig.completions(1)
+    assert (first.handle, first.quiesced) == (handle, False)
+    return handle
+
+
+@pytest.mark.parametrize("answer", [Kind.WELCOME, Kind.REFUSED])
+def test_a_chunk_in_doubt_is_asked_for_anew(rig: Rig, answer: Kind) -> None:
+    """G2: every handle has its quiesced mark, also where the connection broke under it. The
+    source of such a one stayed pinned until the end of the process."""
+    handle = in_doubt(rig)
+    hello = rig.receiver.asked_anew(answer)
+    assert (hello.number, hello.drops) == (0, 1)
+    (last,) = rig.completions(1)
+    assert (last.handle, last.status, last.quiesced) == (handle, HandleStatus.FAILED, True)
+    rig.regions.remove(rig.source)
+    assert not rig.deaths
+
+
+def test_where_nobody_listens_nothing_is_in_doubt(rig: Rig) -> None:
+    session = rig.connect()
+    handle = rig.submit(session)
+    rig.receiver.join_group()
+    rig.receiver.take()
+    rig.receiver.hang_up()
+    assert rig.receiver.channel is not None
+    rig.receiver.channel._sock.send(b"HTTP/1.1 200 OK\r\n\r\n")
+    first, last = rig.completions(2)
+    assert [(end.handle, end.quiesced) for end in (first, last)] == [
+        (handle, False),
+        (handle, True),
+    ]
+
+
+def test_silence_leaves_the_doubt_until_close(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers: asked ever again, and named at the end."""
+    monkeypatch.setattr(torchdist_sender, "ASK_FIRST_S", 0.01)
+    asked = threading.Event()
+    tries = itertools.count(1)
+
+    def silence(*args: object) -> bool:
+        if next(tries) == 3:
+            asked.set()
+        return False
+
+    monkeypatch.setattr(torchdist_sender, "has_dropped", silence)
+    in_doubt(rig)
+    assert asked.wait(SOON_S)
+    assert rig.close(1.0) == ["a chunk that the receiver has not confirmed"]
 
 
 def test_close_names_a_chunk_that_nobody_confirms(rig: Rig) -> None:

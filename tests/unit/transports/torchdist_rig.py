@@ -25,11 +25,13 @@ from pdcore.transports.torchdist_sender import open_channel
 from pdcore.transports.torchdist_wire import (
     Address,
     ChunkHead,
+    Hello,
     Kind,
     Meeting,
     Welcome,
     decode_address,
     decode_chunk,
+    decode_hello,
     encode_key,
 )
 from pdcore.transports.torchdist_witness import NOBODY
@@ -120,11 +122,13 @@ class HandSender:
         os.close(self.wake)
 
 
-def send_by_hand(descriptor: bytes, backend: Backend, me: Incarnation = THEM) -> HandSender:
+def send_by_hand(
+    descriptor: bytes, backend: Backend, me: Incarnation = THEM, number: int = 0
+) -> HandSender:
     """Connect to a real receiver; everything up to the group is as it should be."""
     found = decode(descriptor, "torchdist")
     address = decode_address(found.blob)
-    channel, _ = open_channel(me, found, address, SOON_S)
+    channel, _ = open_channel(me, found, address, SOON_S, number=number)
     wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     line = Line(channel, wake, SOON_S)
     group, chunk_bytes = build_group(line, backend)
@@ -162,6 +166,20 @@ class HandReceiver:
 
     def welcomed(self) -> None:
         self._thread.join(SOON_S)
+
+    def asked_anew(self, kind: Kind) -> Hello:
+        """Answer so to who calls next; what it said."""
+        other = Channel(self._listener.accept()[0])
+        frame = other.receive(None, time.monotonic() + SOON_S)
+        assert frame is not None
+        body = Welcome(NOBODY, {}).encode() if kind is Kind.WELCOME else b"not you"
+        other.send(kind, body, timeout_s=SOON_S)
+        other.close()
+        return decode_hello(frame[1])
+
+    def hang_up(self) -> None:
+        """Nobody listens here any more."""
+        self._listener.close()
 
     def join_group(self) -> None:
         self.welcomed()
