@@ -7,6 +7,7 @@ A region has two kinds of holders: leases (granted to peers, they write it) and 
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,6 +18,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import Region, RemoteLease
 from pdcore.transports.check import MAX_REGION_BYTES, check_lease
 from pdcore.transports.copy import ByteArray
+from pdcore.transports.shm_segment import available_bytes
 from pdcore.types import LeaseId
 
 
@@ -125,3 +127,20 @@ class RegionTable:
             f"RegionTable(regions={len(self._regions)}, leases={len(self._grants)}, "
             f"pins={sum(self._pins.values())})"
         )
+
+
+def zeroed_pages(size_bytes: int, alignment: int = 1) -> memoryview:
+    """Memory of our own, every page of it there, that begins at a multiple of ``alignment``.
+    Raises TransportError when there is not that much."""
+    if size_bytes <= 0:
+        raise TransportError(f"size_bytes must be positive, got {size_bytes}")
+    room = 0 if alignment <= mmap.PAGESIZE else alignment
+    if size_bytes + room > (free := available_bytes()):
+        raise TransportError(f"not enough memory: {size_bytes} bytes wanted, {free} available")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    try:
+        pages = memoryview(mmap.mmap(-1, size_bytes + room, flags))
+    except OSError as error:
+        raise TransportError(f"cannot map {size_bytes} bytes: {error.strerror}") from error
+    start = -np.frombuffer(pages, np.uint8).ctypes.data % alignment
+    return pages[start : start + size_bytes]

@@ -13,7 +13,6 @@ secret where one is configured (socket_auth).
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 import weakref
@@ -34,9 +33,8 @@ from pdcore.transports.base import (
     TransportEvent,
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
-from pdcore.transports.regions import RegionTable
+from pdcore.transports.regions import RegionTable, zeroed_pages
 from pdcore.transports.registry import TransportPlugin
-from pdcore.transports.shm_segment import available_bytes
 from pdcore.transports.socket_address import (
     TCP,
     UNIX,
@@ -122,9 +120,13 @@ class SocketTransport:
         self._inbox: Inbox[Told] = Inbox()
         #: Replaced, never changed: the transport's thread reads it.
         self._published: dict[int, int] = {}
-        self._loop = Loop(
-            self._me, here, self._regions, lambda: self._published, self._inbox, stall_timeout_s
-        )
+        try:
+            self._loop = Loop(
+                self._me, here, self._regions, lambda: self._published, self._inbox, stall_timeout_s
+            )
+        except OSError as error:
+            self._inbox.close()
+            raise TransportError(f"this process is at its limits: {error.strerror}") from error
         self._sender = Sender(self._me, here, self._regions, self._loop, connect_timeout_s)
         self.counts = self._loop.counts
         self._closed = False
@@ -132,7 +134,7 @@ class SocketTransport:
 
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
-        return self.register(_memory(size_bytes))
+        return self.register(zeroed_pages(size_bytes))
 
     def register(self, buffer: memoryview) -> Region:
         """Peers may be granted parts of it, unless it is read-only."""
@@ -215,19 +217,6 @@ class SocketTransport:
         left = self._sender.unsettled(self._inbox.peek())
         self._regions.clear()
         return left
-
-
-def _memory(size_bytes: int) -> memoryview:
-    """Zeroed pages of our own, all of them there. Raises TransportError."""
-    if size_bytes <= 0:
-        raise TransportError(f"size_bytes must be positive, got {size_bytes}")
-    if size_bytes > (free := available_bytes()):
-        raise TransportError(f"not enough memory: {size_bytes} bytes wanted, {free} available")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    try:
-        return memoryview(mmap.mmap(-1, size_bytes, flags))
-    except OSError as error:
-        raise TransportError(f"cannot map {size_bytes} bytes: {error.strerror}") from error
 
 
 def _check_open(closed: bool) -> None:

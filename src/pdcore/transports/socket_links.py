@@ -16,6 +16,7 @@ from pdcore.transports.socket_incoming import Incoming
 from pdcore.transports.socket_outgoing import Ended, Outgoing
 from pdcore.transports.socket_reader import FrameReader
 from pdcore.transports.socket_vector import Vector
+from pdcore.transports.socket_wire import Welcome
 from pdcore.types import UNKNOWN_INCARNATION, Incarnation, LeaseId
 
 #: Answers that a sender has not read; nothing more is read from it until it does.
@@ -41,7 +42,7 @@ class Link:
     ``incarnation`` and ``home`` are the peer's, unknown while it is greeted. ``is_open``:
     a session may use it (read by the owner's thread, too). ``is_mute``: nothing more is sent.
     ``owed``: transfers that ended but may still land; told again when they cannot.
-    ``extra``: what the peer told when it welcomed us."""
+    ``welcome``: what the peer told us, where we are the sender."""
 
     sock: socket.socket
     half: Outgoing | Incoming | Greeting
@@ -49,8 +50,7 @@ class Link:
     incarnation: Incarnation = UNKNOWN_INCARNATION
     home: Home | None = attrs.field(default=None, repr=False)
     number: int = 0
-    sizes: dict[int, int] = attrs.field(factory=dict, repr=False)
-    extra: bytes = attrs.field(default=b"", repr=False)
+    welcome: Welcome = attrs.field(default=Welcome({}, b""), repr=False)
     is_open: bool = True
     is_mute: bool = False
     out: deque[Vector] = attrs.field(factory=deque, repr=False)

@@ -68,8 +68,7 @@ class Sender:
             raise
         sock.setblocking(False)
         reader = FrameReader(FROM_RECEIVER)
-        told = welcome.regions, welcome.extra
-        link = Link(sock, Outgoing(), reader, target, home, number, *told)
+        link = Link(sock, Outgoing(), reader, target, home, number, welcome)
         self._loop.adopt(link, pidfd, oldest)
         self._sessions[number] = link
         return PeerSession(number, target)
@@ -117,7 +116,7 @@ class Sender:
             raise TransportError(
                 f"{MAX_JOBS} transfers wait for the peer: it is stopped, or overloaded"
             )
-        plan = plan_copies(batches, self._regions.sizes, link.sizes, lease)
+        plan = plan_copies(batches, self._regions.sizes, link.welcome.regions, lease)
         handle = next(self._ids)
         frames = write_frames(handle, lease.lease, plan, self._regions.arrays)
         local = tuple(pair.local_region for pair in plan.pairs)

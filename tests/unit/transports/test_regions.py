@@ -5,7 +5,7 @@ import pytest
 
 from pdcore.errors import TransportError
 from pdcore.transports.base import Region, RemoteLease
-from pdcore.transports.regions import RegionTable
+from pdcore.transports.regions import RegionTable, zeroed_pages
 from pdcore.types import Incarnation, LeaseId
 
 US = Incarnation(b"u" * 16)
@@ -103,3 +103,16 @@ def test_clear_keeps_others_views() -> None:
     table.clear()
     assert bytes(region.buffer) == b"kept"
     assert repr(table) == "RegionTable(regions=0, leases=0, pins=0)"
+
+
+def test_pages_are_zero_there_and_aligned() -> None:
+    for alignment in (1, 64, 4096, 1 << 21):
+        pages = zeroed_pages(5000, alignment)
+        array = np.frombuffer(pages, np.uint8)
+        assert len(array) == 5000
+        assert not array.any()
+        assert array.ctypes.data % alignment == 0
+        pages[:] = b"x" * 5000
+    for size in (0, -1, 1 << 50, 1 << 70):
+        with pytest.raises(TransportError):
+            zeroed_pages(size)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_checks_process import one_piece, whole_lease
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump, same
-from pdcore.transports import socket
+from pdcore.transports import regions, socket
 from pdcore.transports.descriptor import decode
 from pdcore.transports.registry import create
 from pdcore.transports.socket import SocketTransport, why_unavailable
 from pdcore.transports.socket_address import decode_home
 from pdcore.types import Incarnation
+from tests.unit.transports.exhaustion import descriptors_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket is Linux")
 US = Incarnation(b"u" * 16)
@@ -74,10 +76,29 @@ def test_a_registered_buffer_may_be_written_unless_it_is_read_only() -> None:
             pair.lease(region=fixed)
 
 
+@pytest.mark.parametrize("count", range(12))
+def test_without_descriptors_it_says_so_and_leaves_none_open(count: int) -> None:
+    """G7, and nothing but TransportError: anything else ends the loop of the worker."""
+    peer = SocketTransport(Incarnation(b"p" * 16), families=["tcp"])
+    before = SocketTransport(US)
+    descriptor = peer.descriptor()
+    made = None
+    with descriptors_left(count), contextlib.suppress(TransportError):
+        made = SocketTransport(Incarnation(b"v" * 16))
+    with descriptors_left(count):
+        for call in (before.descriptor, lambda: before.connect(descriptor)):
+            with contextlib.suppress(TransportError):
+                call()
+    if made is not None:
+        made.close()
+    before.connect(descriptor)
+    assert before.close() == peer.close() == []
+
+
 def test_memory_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is touched: no process of this machine is killed for it."""
     transport = SocketTransport(US)
-    monkeypatch.setattr(socket, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(regions, "available_bytes", lambda: 1 << 20)
     with pytest.raises(TransportError, match="not enough memory"):
         transport.allocate(2 << 20)
     transport.allocate(1 << 20)
