@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pdcore.kv.plan import (
     LOCAL_OFFSET,
+    LOCAL_STRIDE,
     REMOTE_OFFSET,
     REMOTE_STRIDE,
     ROW_BYTES,
@@ -146,6 +147,26 @@ def _slices(pieces: Int64Array, src: ByteArray, dst: ByteArray, chunk_bytes: int
             dst[c:d] = src[a:b]
         yield int(done[end - 1]) - copied
         at, copied = end, int(done[end - 1])
+
+
+def few_rows(pieces: Int64Array, count: int) -> Iterator[Int64Array]:
+    """The same rows, ``count`` at a time, so that each part can be expanded: a long prompt
+    between ranks of different TP sizes has millions, and everybody would wait for all (D23)."""
+    parts = -(-pieces[:, ROWS] // count)
+    if parts.max(initial=0) > 1:
+        index = np.repeat(np.arange(len(parts)), parts)
+        skip = (np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)) * count
+        pieces = pieces[index]
+        pieces[:, LOCAL_OFFSET] += skip * pieces[:, LOCAL_STRIDE]
+        pieces[:, REMOTE_OFFSET] += skip * pieces[:, REMOTE_STRIDE]
+        pieces[:, ROWS] = np.minimum(pieces[:, ROWS] - skip, count)
+    done = np.cumsum(pieces[:, ROWS])
+    at = 0
+    while at < len(done):
+        before = int(done[at - 1]) if at else 0
+        end = int(np.searchsorted(done, before + count, side="right"))
+        yield pieces[at:end]
+        at = end
 
 
 def cut_pieces(pieces: Int64Array, chunk_bytes: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -56,7 +56,7 @@ from numpy.typing import NDArray
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import Int64Array
 from pdcore.transports.check import expand_rows
-from pdcore.transports.copy import CHUNK_BYTES, ByteArray, cut_pieces
+from pdcore.transports.copy import CHUNK_BYTES, ByteArray, cut_pieces, few_rows
 from pdcore.transports.process_proof import ProcessKey
 from pdcore.transports.shm_wire import KEY_PAGES, NONCE_BYTES, AttachedRegion, SpaceKey
 
@@ -67,6 +67,8 @@ Iovecs = NDArray[np.uint64]
 MAX_IOVECS: Final = 1024
 #: Key pages and one latch come first.
 MAX_ROWS: Final = MAX_IOVECS - KEY_PAGES - 1
+#: Rows that are expanded at once: a few calls' worth, some hundred microseconds.
+_ROWS_AT_ONCE: Final = 8 * MAX_ROWS
 YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 _MAP_FIXED_NOREPLACE: Final = 0x100000
@@ -289,7 +291,11 @@ class AttachedMemory:
     def write(self, pieces: Int64Array, source: ByteArray) -> Iterator[int]:
         """Copy checked ``pieces`` (n, 6) out of ``source``; each step is one call of about a
         chunk and yields its bytes. Raises as :meth:`PeerSpace.write`."""
-        start, into, width = cut_pieces(expand_rows(pieces), CHUNK_BYTES)
+        for part in few_rows(pieces, _ROWS_AT_ONCE):
+            yield from self._write_rows(expand_rows(part), source)
+
+    def _write_rows(self, pieces: Int64Array, source: ByteArray) -> Iterator[int]:
+        start, into, width = cut_pieces(pieces, CHUNK_BYTES)
         local = np.column_stack((start + source.ctypes.data, width)).astype(np.uint64)
         remote = np.column_stack((into + self._address, width)).astype(np.uint64)
         done = np.cumsum(width)

@@ -17,17 +17,10 @@ import attrs
 import numpy as np
 
 from pdcore.errors import TransportError
-from pdcore.kv.plan import (
-    LOCAL_OFFSET,
-    LOCAL_STRIDE,
-    REMOTE_OFFSET,
-    REMOTE_STRIDE,
-    ROWS,
-    Int64Array,
-)
+from pdcore.kv.plan import Int64Array
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.check import CopyPlan, expand_rows
-from pdcore.transports.copy import ByteArray, cut_pieces
+from pdcore.transports.copy import ByteArray, cut_pieces, few_rows
 from pdcore.transports.socket_vector import Vector
 from pdcore.transports.socket_wire import (
     CHUNK_BYTES,
@@ -84,7 +77,7 @@ def write_frames(
     our own, the KV bytes are views of the registered memory."""
     for pair in plan.pairs:
         source = local[pair.local_region].data
-        for pieces in _few_rows(pair.pieces, rows_at_once):
+        for pieces in few_rows(pair.pieces, rows_at_once):
             start, into, width = cut_pieces(expand_rows(pieces), chunk_bytes)
             done = np.cumsum(width)
             at, sent = 0, 0
@@ -94,26 +87,6 @@ def write_frames(
                 end = min(max(end, at + 1), at + MAX_PIECES)
                 yield _write(handle, lease, pair.remote_region, source, start, into, width, at, end)
                 at, sent = end, int(done[end - 1])
-
-
-def _few_rows(pieces: Int64Array, count: int) -> Iterator[Int64Array]:
-    """The same rows, ``count`` at a time: a long prompt between ranks of different TP
-    sizes has millions, and all connections would wait while they are expanded (D23)."""
-    parts = -(-pieces[:, ROWS] // count)
-    if parts.max(initial=0) > 1:
-        index = np.repeat(np.arange(len(parts)), parts)
-        skip = (np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)) * count
-        pieces = pieces[index]
-        pieces[:, LOCAL_OFFSET] += skip * pieces[:, LOCAL_STRIDE]
-        pieces[:, REMOTE_OFFSET] += skip * pieces[:, REMOTE_STRIDE]
-        pieces[:, ROWS] = np.minimum(pieces[:, ROWS] - skip, count)
-    done = np.cumsum(pieces[:, ROWS])
-    at = 0
-    while at < len(done):
-        before = int(done[at - 1]) if at else 0
-        end = int(np.searchsorted(done, before + count, side="right"))
-        yield pieces[at:end]
-        at = end
 
 
 def _write(

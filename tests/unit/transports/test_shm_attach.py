@@ -22,6 +22,7 @@ from pdcore.testing.transport_harness import Pair, RegistryHarness, make_batch
 from pdcore.testing.transport_watch import pump, same
 from pdcore.transports import shm_attach
 from pdcore.transports.base import HandleStatus
+from pdcore.transports.check import expand_rows
 from pdcore.transports.copy import CHUNK_BYTES, ByteArray, copy_pieces
 from pdcore.transports.process_proof import ProcessKey, open_pidfd, start_ticks, this_process
 from pdcore.transports.shm_attach import (
@@ -123,6 +124,44 @@ def test_more_rows_than_a_call_takes(here: Callable[..., Here]) -> None:
     got = one.array.reshape(count, 16)
     assert np.array_equal(got[:, :8], source.reshape(count, 8))
     assert not got[:, 8:].any()
+
+
+def check_rows_at_once(one: Here, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """What is expanded before the first byte moves: the first step is the owner's own."""
+    expanded: list[int] = []
+
+    def counted(part: Int64Array) -> Int64Array:
+        rows = expand_rows(part)
+        expanded.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(shm_attach, "expand_rows", counted)
+    count = len(one.array) // 16
+    source = np.random.default_rng(3).integers(0, 256, count * 8, np.uint8)
+    half = count // 2
+    rows = np.array([[0, 0, 8, half, 8, 16], [half * 8, half * 16, 8, half, 8, 16]], np.int64)
+    steps = one.remote.write(rows, source)
+    assert next(steps) > 0
+    assert sum(expanded) <= most
+    assert sum(steps) > 0
+    assert max(expanded) <= most
+    assert np.array_equal(one.array.reshape(count, 16)[:, :8], source.reshape(count, 8))
+
+
+def test_d23_rows_of_a_long_prompt_are_expanded_some_at_a_time(
+    here: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D23: between TP sizes it has millions, which kept the owner's loop for seconds."""
+    check_rows_at_once(here(16 * 60_000), monkeypatch, 8 * MAX_ROWS)
+
+
+def test_d23_rows_all_at_once_are_noticed(
+    here: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: one part with all of them."""
+    monkeypatch.setattr(shm_attach, "few_rows", lambda pieces, _: iter((pieces,)))
+    with pytest.raises(AssertionError):
+        check_rows_at_once(here(16 * 60_000), monkeypatch, 8 * MAX_ROWS)
 
 
 def test_a_step_is_about_a_chunk(here: Callable[..., Here]) -> None:
