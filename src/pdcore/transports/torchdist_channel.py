@@ -84,6 +84,8 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
         self._sock = sock
         self._buffered = bytearray()
+        #: The kernel tells of a reset once; afterwards it looks like an end in order.
+        self._was_reset = False
         self.witness: Witness | None = None
 
     def send(self, kind: Kind, body: bytes = b"", *, timeout_s: float) -> None:
@@ -93,6 +95,7 @@ class Channel:
         except TimeoutError:
             raise LinkOver(End.LOST, "the peer reads nothing: stopped?") from None
         except OSError as error:
+            self._was_reset |= error.errno == errno.ECONNRESET
             raise self._last_word() or self._broken(error) from None
 
     def farewell(self, kind: Kind, why: str = "") -> None:
@@ -171,11 +174,12 @@ class Channel:
         except OSError as error:
             raise self._broken(error) from None
         if not data:
-            raise self._silent(was_reset=False)
+            raise self._silent(was_reset=self._was_reset)
         self._buffered += data
 
     def _broken(self, error: OSError) -> LinkOver:
         # A host that cannot be reached proves nothing.
+        self._was_reset |= error.errno == errno.ECONNRESET
         if error.errno in (errno.ECONNRESET, errno.EPIPE):
             return self._silent(was_reset=True)
         return LinkOver(End.LOST, f"the connection broke: {error.strerror}")

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -102,6 +104,26 @@ def test_a_reset_alone_is_no_death() -> None:
         with pytest.raises(LinkOver, match="may be alive") as over:
             hear(channel)
         assert over.value.end is End.LOST
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("look", [lambda channel: send_on(channel, b"", SOON_S), hear])
+def test_a_reset_stays_one_however_it_is_noticed(look: Callable[[Channel], object]) -> None:
+    """The kernel tells of a reset once, to whoever asks first; what is read after that looks
+    like an end in order, and was taken for a death: its process was shut out for good."""
+    one, other = sockets()
+    channel = Channel(other)
+    try:
+        reset(one)
+        ended = select.poll()
+        ended.register(other, 0)
+        assert ended.poll(SOON_S * 1000)
+        for _ in range(3):
+            with pytest.raises(LinkOver) as over:
+                look(channel)
+            assert over.value.end is End.LOST
+            look = hear
     finally:
         channel.close()
 
