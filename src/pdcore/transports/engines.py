@@ -32,12 +32,15 @@ class WriteFailed(TransportError):
 class EngineLimits:
     """``max_batch`` ranges a call, ``max_bytes`` a call, ``alignment`` of registered memory in
     bytes; ``lands_late_s``: how long bytes of a call that failed, or of a process that died,
-    may go on landing (0: never after the call returned, or the process ended)."""
+    may go on landing (0: never after the call returned, or the process ended);
+    ``target_page``: peers are let into memory by whole pages of so many bytes, so what is
+    allocated has pages of its own, and registered memory that is none is a source only."""
 
     max_batch: int
     max_bytes: int
     alignment: int
     lands_late_s: float
+    target_page: int = 1
 
 
 class Engine(Protocol):

@@ -45,10 +45,10 @@ from pdcore.transports.base import (
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.engines import Engine, EngineLimits
-from pdcore.transports.onesided_chunks import Welcome, base_of
+from pdcore.transports.onesided_memory import EngineMemory
 from pdcore.transports.onesided_sender import Sender
 from pdcore.transports.onesided_side import SideChannel, SideOptions
-from pdcore.transports.regions import RegionTable, zeroed_pages
+from pdcore.transports.regions import RegionTable
 from pdcore.transports.socket_links import NoteCame
 from pdcore.types import Incarnation, LeaseId
 
@@ -94,44 +94,43 @@ class OneSidedTransport:
         self.caps = caps_of(engine.limits, cross_host=cross_host)
         self._engine = engine
         self._regions = RegionTable()
+        self._memory = EngineMemory(engine, self._regions)
         try:
             self._side = SideChannel(incarnation, self._regions, options)
         except TransportError:
             engine.close()
             raise
         self._sender = Sender(name, engine, self._regions, self._side, options.stall_timeout_s)
-        self._closed = False
+        self._closed = self._is_described = False
         #: Not all of it could be closed.
         self._is_stuck = False
         _living.add(self)
 
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
-        return self.register(zeroed_pages(size_bytes, self.caps.alignment))
+        region = self._memory.allocate(size_bytes)
+        _publish(self)
+        return region
 
     def register(self, buffer: memoryview) -> Region:
-        """Peers may be granted parts of it, unless it is read-only. Raises TransportError also
-        for memory that is not aligned as the engine needs it."""
+        """Peers may be granted parts of it, unless it is read-only, or not whole pages where
+        the engine opens memory by pages. Raises TransportError also for memory that is not
+        aligned as the engine needs it."""
         _check_open(self._closed)
-        region = self._regions.add(buffer, target=not buffer.readonly)
-        try:
-            _enter(self._engine, _base_of(self._regions, region), region.size_bytes)
-        except TransportError:
-            self._regions.remove(region)
-            raise
-        self._side.publish(*_welcome(self._regions, self._engine))
+        region = self._memory.register(buffer)
+        _publish(self)
         return region
 
     def deregister(self, region: Region) -> None:
-        base = _base_of(self._regions, region)
-        self._regions.remove(region)
+        base, size_bytes = self._memory.remove(region)
         if not self._closed:
-            self._side.publish(*_welcome(self._regions, self._engine))
-            self._engine.unregister(base, region.size_bytes)
+            _publish(self)
+            self._engine.unregister(base, size_bytes)
 
     def descriptor(self) -> bytes:
         _check_open(self._closed)
-        self._side.publish(*_welcome(self._regions, self._engine))
+        self._is_described = True
+        _publish(self)
         home, regions = self._side.listen(), self._regions.targets()
         return EndpointDescriptor(self.name, self.incarnation, regions, home).encode()
 
@@ -202,24 +201,11 @@ class OneSidedTransport:
         return left
 
 
-def _enter(engine: Engine, base: int, size_bytes: int) -> None:
-    """Raises TransportError."""
-    alignment = engine.limits.alignment
-    if base % alignment:
-        raise TransportError(f"memory must be aligned to {alignment} bytes: use allocate")
-    engine.register(base, size_bytes)
-
-
-def _base_of(regions: RegionTable, region: Region) -> int:
-    array = regions.arrays.get(region.region_id)
-    return 0 if array is None else base_of(array)
-
-
-def _welcome(regions: RegionTable, engine: Engine) -> tuple[dict[int, int], bytes]:
-    """Target regions, and what a sender is told of them. Raises TransportError."""
-    targets = regions.targets()
-    bases = {region: base_of(regions.arrays[region]) for region in targets}
-    return targets, Welcome(bases, engine.address()).encode()
+def _publish(transport: OneSidedTransport) -> None:
+    """Nobody comes before there is a descriptor, and an engine that nobody writes to need not
+    be one that could be. Raises TransportError."""
+    if transport._is_described:
+        transport._side.publish(*transport._memory.welcome())
 
 
 def _check_open(closed: bool) -> None:
