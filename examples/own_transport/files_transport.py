@@ -50,6 +50,16 @@ CAPS = TransportCaps(
 
 
 @contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """What the system refuses, for want of descriptors or of room, is a TransportError:
+    anything else would end the worker that asked."""
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(f"{error.filename or 'this process'}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -148,13 +158,8 @@ class FilesTransport:
     def __init__(self, incarnation: Incarnation, *, directory: str = "") -> None:
         self.incarnation = incarnation
         self._root = Path(directory or tempfile.gettempdir())
-        sweep(self._root)
-        self._home = self._home_of(incarnation)
-        unlocked = self._root / f"new-{self._home.name}"
-        unlocked.mkdir(mode=0o700)
-        self._alive = os.open(unlocked / "alive", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
-        unlocked.rename(self._home)
+        with asking():
+            self._move_in(incarnation)
         self._regions = RegionTable()
         self._routes: dict[int, Route] = {}
         self._inboxes: dict[Incarnation, Inbox] = {}
@@ -162,6 +167,15 @@ class FilesTransport:
         self._events: list[TransportEvent] = []
         self._ids = itertools.count(1)
         self._closed = False
+
+    def _move_in(self, incarnation: Incarnation) -> None:
+        sweep(self._root)
+        self._home = self._home_of(incarnation)
+        unlocked = self._root / f"new-{self._home.name}"
+        unlocked.mkdir(mode=0o700)
+        self._alive = os.open(unlocked / "alive", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        unlocked.rename(self._home)
 
     def _home_of(self, incarnation: Incarnation) -> Path:
         return self._root / f"{HOME}{incarnation.hex()}"
@@ -174,14 +188,13 @@ class FilesTransport:
         if not 0 < size_bytes <= room:
             raise TransportError(f"cannot allocate {size_bytes} bytes: {room} are free")
         made = self._home / "new"
-        with opened(made, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
-            try:
+        with asking(), contextlib.ExitStack() as undo:
+            with opened(made, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
+                undo.callback(made.unlink)
                 os.posix_fallocate(fd, 0, size_bytes)
-            except OSError as error:
-                made.unlink()
-                raise TransportError(f"no {size_bytes} bytes: {error.strerror}") from error
-            region = self._regions.add(memoryview(mmap.mmap(fd, size_bytes)), target=True)
-        made.rename(self._home / f"{region.region_id}")
+                region = self._regions.add(memoryview(mmap.mmap(fd, size_bytes)), target=True)
+            undo.pop_all()
+            made.rename(self._home / f"{region.region_id}")
         return region
 
     def register(self, buffer: memoryview) -> Region:
@@ -202,7 +215,7 @@ class FilesTransport:
         self._check_open()
         peer = decode(descriptor, self.name)
         home = self._home_of(peer.incarnation)
-        with contextlib.ExitStack() as undo:
+        with asking(), contextlib.ExitStack() as undo:
             life = undo.enter_context(contextlib.closing(Life(home)))
             if life.is_over():
                 raise PeerGone(f"{home.name}: that process has ended")
@@ -248,7 +261,8 @@ class FilesTransport:
         for _ in copy_steps(plan, self._regions.arrays, route.memory):
             pass
         if notify is not None:
-            os.write(route.mailbox, HEAD.pack(lease.lease.counter, len(notify)) + notify)
+            with asking():
+                os.write(route.mailbox, HEAD.pack(lease.lease.counter, len(notify)) + notify)
         handle = next(self._ids)
         used = [batch.local_region for batch in batches]
         self._regions.pin(used)
@@ -289,10 +303,15 @@ class FilesTransport:
         return events
 
     def _find_inboxes(self) -> None:
-        for path in self._home.glob(f"{FROM}*"):
-            peer = Incarnation(bytes.fromhex(path.name.removeprefix(FROM)))
-            if peer not in self._inboxes:
-                self._inboxes[peer] = Inbox(peer, Life(self._home_of(peer)), path)
+        """Without a descriptor for one, the next poll finds it."""
+        with contextlib.suppress(OSError):
+            for path in self._home.glob(f"{FROM}*"):
+                peer = Incarnation(bytes.fromhex(path.name.removeprefix(FROM)))
+                if peer not in self._inboxes:
+                    with contextlib.ExitStack() as undo:
+                        life = undo.enter_context(contextlib.closing(Life(self._home_of(peer))))
+                        self._inboxes[peer] = Inbox(peer, life, path)
+                        undo.pop_all()
 
     def _read(self, inbox: Inbox) -> None:
         for counter, payload in inbox.read():

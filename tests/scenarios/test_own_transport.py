@@ -3,6 +3,7 @@ a worker pair that serves over it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from pdcore.cli import main
+from pdcore.errors import TransportError
 from pdcore.testing.conformance import CHECKS, run_conformance
+from pdcore.testing.transport_checks_growth import Footprint
 from pdcore.testing.transport_harness import RegistryHarness
 from pdcore.transports import registry
+from tests.unit.transports.exhaustion import descriptors_left
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_transport"
 NAME = "files"
@@ -50,6 +54,32 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield files
     sys.modules.pop("files_transport", None)
+
+
+def test_without_descriptors_it_says_so_and_leaves_none_open(installed: Path) -> None:
+    """What a guide shows is copied: nothing but TransportError, and nothing left open (G7)."""
+    harness = RegistryHarness(NAME)
+    for count in range(8):
+        sender, receiver = harness.create(), harness.create()
+        receiver.allocate(4096)
+        descriptor = receiver.descriptor()
+        with descriptors_left(count):
+            for call in (
+                lambda: harness.create().close(),
+                lambda sender=sender, known=descriptor: sender.connect(known),
+                lambda sender=sender: sender.allocate(4096),
+                receiver.poll,
+            ):
+                with contextlib.suppress(TransportError):
+                    call()
+        sender.allocate(4096)
+        sender.connect(descriptor)
+        assert sender.close() == receiver.close() == []
+        harness.create().close()
+        if not count:
+            before = Footprint.now()
+        assert Footprint.now().fds == before.fds
+    assert not list(installed.iterdir())
 
 
 def test_it_passes_the_whole_suite_and_leaves_nothing(installed: Path) -> None:
