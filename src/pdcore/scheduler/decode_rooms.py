@@ -221,7 +221,8 @@ class DecodeInbox:
             return
         held = record.verification.end(event)
         if held is not None:
-            if event.problem:
+            # Of a request that is over, the blocks were free while they were read.
+            if event.problem and not record.is_settled:
                 self._corrupted(record, held.peer, failure("corrupted", event.problem), now)
             self._status(held, now)
 

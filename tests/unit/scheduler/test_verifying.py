@@ -5,13 +5,22 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from pdcore.control.messages import Claim, Route, Status, StatusAck, StatusKind
-from pdcore.errors import IncompatibleError
+from pdcore.control.messages import (
+    CancelAck,
+    Claim,
+    Handshake,
+    Route,
+    Status,
+    StatusAck,
+    StatusKind,
+)
+from pdcore.errors import IncompatibleError, failure
 from pdcore.fsm.effects import VerifyBlocks
-from pdcore.fsm.events import BlocksVerified
+from pdcore.fsm.events import BlocksVerified, TopologyFetched
 from pdcore.fsm.states import ReceiverState
 from pdcore.kv.metadata import MetadataRecord, encode_record, hash_token_ids
 from pdcore.scheduler.decode import DecodeCore
+from pdcore.scheduler.decode_record import DecodeRecord
 from pdcore.scheduler.route import route_of
 from pdcore.scheduler.verifying import source_of
 from pdcore.topology import ParallelLayout
@@ -100,6 +109,52 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
     ):
         core.handle_event(event, 0.0)
     assert core.rooms.records[key].receiver.failure is None
+
+
+def granted_by_one_of_two() -> tuple[DecodeCore, RoomKey, LeaseId]:
+    """Two prefill ranks are asked, and only the first has claimed."""
+    core = make_decode(integrity=CRC32)
+    request = make_request(9)
+    core.submit(request, 0.0)
+    tick(core, 0.0)
+    both = route(ParallelLayout(2, cp_size=2, all_cp_ranks=True))
+    core.handle_event(TopologyFetched(request.bootstrap, both), 0.0)
+    lease = sent(tick(core, 0.0), Handshake)[0].lease
+    tell(core, PREFILL, Claim(request.key, lease, NONCE), 0.0)
+    tick(core, 0.0)
+    return core, request.key, lease
+
+
+def check_blame(core: DecodeCore, key: RoomKey, lease: LeaseId) -> None:
+    """The request is cancelled while its Done is compared, prefill acknowledges, the blocks go
+    back to the pool, and the thread that still reads them finds what others wrote there."""
+    tell(core, PREFILL, done(core, key, lease, (9,)), 0.0)
+    assert [e for e in tick(core, 0.0) if isinstance(e, VerifyBlocks)]
+    assert core.abort(key, failure("cancelled", "the client left"), 0.1)
+    tick(core, 0.1)
+    tell(core, PREFILL, CancelAck(key, lease, NONCE), 0.2)
+    tick(core, 0.2)
+    ledger = core.blocks.audit()["full"]
+    assert ledger.free == ledger.total
+    # It is still known: the other rank has not answered its cancel.
+    assert key in core.rooms.records
+    blamed: list[str] = []
+    vars(core.rooms)["peer_failed"] = lambda peer, detail, now: blamed.append(detail)
+    core.handle_event(BlocksVerified(key, lease, 0, "not what was sent"), 0.3)
+    assert blamed == []
+
+
+def test_d25_what_is_read_in_freed_blocks_blames_nobody() -> None:
+    """D25: a peer is not shed for what somebody else wrote into blocks that were free again."""
+    check_blame(*granted_by_one_of_two())
+
+
+def test_d25_blame_for_freed_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: whatever was found counts."""
+    core, key, lease = granted_by_one_of_two()
+    monkeypatch.setattr(DecodeRecord, "is_settled", False)
+    with pytest.raises(AssertionError):
+        check_blame(core, key, lease)
 
 
 def route(layout: ParallelLayout) -> Route:
