@@ -22,7 +22,9 @@ What gloo really does (torch 2.13, measured with two processes):
 - ``is_completed()`` of a send or receive stays False until somebody waits; there is no
   cancel;
 - where a group is built and no descriptor is left for its connection, gloo's own thread ends
-  the whole process ("terminate called after throwing 'gloo::EnforceNotMet'").
+  the whole process ("terminate called after throwing 'gloo::EnforceNotMet'");
+- the address that the other side tells is read unchecked: a damaged one may raise ValueError or
+  MemoryError, or end the process (SIGSEGV). Only who was given our descriptor gets so far.
 
 So a side waits only for what the other has promised on the control connection to be
 there, never without a bound, and never on the worker's loop; and a group is only begun
@@ -340,7 +342,8 @@ def _require_descriptors() -> None:
 def _guarded(run: Callable[[], _T]) -> _T:
     try:
         return run()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
+        # The last two are what gloo makes of an address that is none.
         raise GroupFailed(_first(error)) from error
 
 
@@ -357,5 +360,5 @@ def _c10d() -> ModuleType:
     return bindings
 
 
-def _first(error: RuntimeError) -> str:
+def _first(error: Exception) -> str:
     return str(error).split("\n", 1)[0][:300]

@@ -122,6 +122,21 @@ def test_noise_instead_of_a_key_is_refused(backend: GlooBackend) -> None:
         PairGroup(backend, 0, KEY, Hearing().tell, lambda: b"\xff")
 
 
+@pytest.mark.parametrize("raised", [ValueError("basic_string::_M_create"), MemoryError("bad")])
+def test_what_gloo_makes_of_a_damaged_address_is_a_failed_group(
+    backend: GlooBackend, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    """It went through the link's thread, which ended with a traceback."""
+
+    def group(store: object, rank: int) -> object:
+        raise raised
+
+    monkeypatch.setattr(backend, "group", group)
+    one = Hearing()
+    with pytest.raises(GroupFailed, match=str(raised)):
+        PairGroup(backend, 0, KEY, one.tell, one.hear)
+
+
 def test_the_store_asks_only_for_what_it_does_not_know() -> None:
     forth, back = Hearing(), Hearing()
     store = relay_store(forth.tell, back.hear)
