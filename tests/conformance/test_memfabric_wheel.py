@@ -122,6 +122,18 @@ def test_it_does_not_start_without_an_npu_and_says_why() -> None:
 
 
 @no_driver
+def test_doctor_says_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pdcore.cli", "doctor", "--json"],
+        stdout=subprocess.PIPE,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert "the current version of ascend driver does not support mf" in ended.stdout.decode()
+
+
+@no_driver
 def test_what_the_real_engine_answers() -> None:
     """What pdcore works around, so that it is noticed when it is gone: memory taken by an engine
     that never started, a port 0, a write refused by -1, whatever its lists are."""

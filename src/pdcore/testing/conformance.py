@@ -29,41 +29,9 @@ from pdcore.testing import transport_checks_growth as growth
 from pdcore.testing import transport_checks_lease as lease
 from pdcore.testing import transport_checks_life as life
 from pdcore.testing import transport_checks_process as process
+from pdcore.testing.transport_caps import MINIMUM_CAPS
 from pdcore.testing.transport_harness import TransportHarness
 from pdcore.transports.base import Revocation, TransportCaps
-
-#: What each transport must at least declare; ``revocation`` lists what is allowed.
-MINIMUM_CAPS: Final[dict[str, dict[str, Collection[object]]]] = {
-    "loopback": {
-        "native_notify": (True,),
-        "revocation": tuple(Revocation),
-        "submit_blocks": (False,),
-        "detects_peer_death": (True,),
-    },
-    "shm": {
-        "one_sided": (True,),
-        "native_notify": (True,),
-        "revocation": (Revocation.SENDER_ACK,),
-        "submit_blocks": (False,),
-        "detects_peer_death": (True,),
-        "death_fences": (True,),
-    },
-    "socket": {
-        "one_sided": (True,),
-        "native_notify": (True,),
-        "revocation": (Revocation.RECEIVER_ENFORCED,),
-        "submit_blocks": (False,),
-        "detects_peer_death": (True,),
-        "death_fences": (True,),
-    },
-    "torchdist": {
-        "native_notify": (True,),
-        "revocation": (Revocation.RECEIVER_ENFORCED,),
-        "submit_blocks": (False,),
-        "detects_peer_death": (True,),
-        "death_fences": (True,),
-    },
-}
 
 
 @attrs.frozen

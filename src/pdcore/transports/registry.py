@@ -28,6 +28,7 @@ AUTO_ORDER: Final = ("shm",)
 #: name -> module that has a ``PLUGIN``.
 _BUILT_IN: Final[dict[str, str]] = {
     "loopback": "pdcore.transports.loopback",
+    "memfabric": "pdcore.transports.memfabric",
     "shm": "pdcore.transports.shm",
     "socket": "pdcore.transports.socket",
     "torchdist": "pdcore.transports.torchdist",

@@ -19,12 +19,12 @@ from pdcore.testing import transport_checks_lease as lease
 from pdcore.testing import transport_checks_process as process
 from pdcore.testing.conformance import (
     CHECKS,
-    MINIMUM_CAPS,
     Check,
     capability_matrix,
     run_check,
     run_conformance,
 )
+from pdcore.testing.transport_caps import MINIMUM_CAPS
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump
 from pdcore.transports import registry

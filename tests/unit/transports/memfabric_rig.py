@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdcore.transports.memfabric import PAGE_BYTES, MemFabricEngine, MemFabricOptions
+from pdcore.transports.memfabric_engine import PAGE_BYTES, MemFabricEngine, MemFabricOptions
 
 VENDORS = Path(__file__).resolve().parents[2] / "vendors"
 VERSIONS = ("1.0.0", "1.0.5", "1.1.0", "1.1.6", "1.2.1", "1.3.0")
@@ -52,15 +52,17 @@ def options(version: str, **more: Any) -> MemFabricOptions:
 
 
 class Memory:
-    """Bytes at a page of the vendor's, or ``off`` bytes behind it."""
+    """Bytes in pages of the vendor's that are all ours, or ``off`` bytes behind their begin.
+    ``size`` is that of the whole pages, or of the bytes where they do not begin there."""
 
     def __init__(self, size: int, off: int = 0) -> None:
-        self._map = mmap.mmap(-1, size + off + 2 * PAGE_BYTES)
+        pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+        self._map = mmap.mmap(-1, pages + off + 2 * PAGE_BYTES)
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % PAGE_BYTES + off
         self.bytes = whole[start : start + size]
         self.base: int = self.bytes.ctypes.data
-        self.size = size
+        self.size = size if off else pages
 
 
 class Pair:
@@ -72,8 +74,8 @@ class Pair:
         self.receiver = MemFabricEngine(self.options)
         self.source, self.target = Memory(size), Memory(size)
         self.source.bytes[:] = np.arange(size, dtype=np.uint32).view(np.uint8)[:size]
-        self.sender.register(self.source.base, size)
-        self.receiver.register(self.target.base, size)
+        self.sender.register(self.source.base, self.source.size)
+        self.receiver.register(self.target.base, self.target.size)
         self.peer = self.sender.open(self.receiver.address())
 
     def write(self, *pieces: tuple[int, int, int], is_stopping: bool = False) -> None:
