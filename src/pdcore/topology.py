@@ -8,6 +8,7 @@ answers each side waits for. The lifecycles only count what this module says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -165,6 +166,10 @@ def stage_layers(num_layers: int, pp_size: int, stage: int) -> range:
     return range(start, start + base + (stage < extra))
 
 
+#: Ranks of one instance, as many as a route may name. A peer that claims more costs whoever
+#: counts its ranks seconds and gigabytes.
+MAX_RANKS: Final = 65536
+
 #: The axes along which the ranks of an instance are arranged.
 AXES: Final = ("tp_size", "cp_size", "dp_size", "pp_size")
 
@@ -240,14 +245,17 @@ def check_shapes(
     """D30: can every rank of one arrangement find its counterparts in the other?
 
     TP and PP sizes must divide one way or the other, decode has no CP (R57), and no side has
-    more stages than the model has layers. Prefill's CP and both sides' DP are free. Raises
-    IncompatibleError with both whole shapes, so that a pair is refused when the topology is
-    loaded and not when the first rank is looked for.
+    more stages than the model has layers, or more ranks than anybody has. Prefill's CP and both
+    sides' DP are free. Raises IncompatibleError with both whole shapes, so that a pair is
+    refused when the topology is loaded and not when the first rank is looked for.
     """
     try:
         for name, theirs, ours in zip(AXES, prefill.sizes, decode.sizes, strict=True):
             if min(theirs, ours) < 1:
                 raise _mismatch(name, theirs, ours, "must be >= 1")
+        ranks = math.prod(prefill.sizes), math.prod(decode.sizes)
+        if max(ranks) > MAX_RANKS:
+            raise _mismatch("ranks", *ranks, f"an instance has at most {MAX_RANKS}")
         if decode.cp_size != 1:
             raise _mismatch("cp_size", prefill.cp_size, decode.cp_size, "decode must have 1")
         check_divisible("tp_size", decode.tp_size, prefill.tp_size)

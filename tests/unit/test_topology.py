@@ -326,6 +326,22 @@ def test_pipeline_parallel_mapping() -> None:
         map_target_ranks(two, one, RankCoordinates(0, 0, 0, 2), num_layers=6)
 
 
+def test_more_ranks_than_there_are_are_refused_before_they_are_counted() -> None:
+    """D58: a route may come from an address that a client named. Each axis may be that long,
+    but not all of them: sixteen million targets took decode's loop seconds and gigabytes."""
+    decode = InstanceProfile()
+    with pytest.raises(IncompatibleError, match=r"ranks: prefill has 16777216, .* at most 65536"):
+        map_target_ranks(
+            decode,
+            InstanceProfile(tp_size=4096, cp_size=4096),
+            RankCoordinates(0, 0, 0),
+            all_cp_ranks=True,
+        )
+    fits = InstanceProfile(tp_size=4096, cp_size=16)
+    mapping = map_target_ranks(decode, fits, RankCoordinates(0, 0, 0), all_cp_ranks=True)
+    assert len(mapping.targets(0)) == 65536
+
+
 def test_stages_that_do_not_end_together_count_for_themselves() -> None:
     """R4: ten layers are 5, 5 on two stages and 3, 3, 2, 2 on four. The second of four
     gets from both, which wait for two and for three handshakes."""
