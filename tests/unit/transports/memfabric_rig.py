@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdcore.transports import memfabric_vendor
 from pdcore.transports.memfabric_engine import PAGE_BYTES, MemFabricEngine, MemFabricOptions
 
 VENDORS = Path(__file__).resolve().parents[2] / "vendors"
@@ -28,6 +29,8 @@ def vendor(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
     with monkeypatch.context() as patch:
         patch.setenv("FAKE_MEMFABRIC_VERSION", version)
         patch.syspath_prepend(str(VENDORS / folder))
+        # Whatever else is installed.
+        patch.setattr(memfabric_vendor, "PACKAGES", {name: f"the stand-in of {name}"})
         patch.delitem(sys.modules, name, raising=False)
         module = __import__(name)
         module.FAULTS.reset()
