@@ -8,9 +8,10 @@ timing (:func:`check`).
 A result is one JSON object, or one object with ``"rows"``, a list of them::
 
     {"name", "metric", "unit", "value", "peer", "peer_value", "ratio", "limit", "runs",
-     "better": "higher" | "lower", "target", "meets", "environment"}
+     "better": "higher" | "lower", "target", "meets", "spread", "peer_spread", "environment"}
 
-``ratio`` is value / peer_value, whichever is better.
+``ratio`` is value / peer_value, whichever is better; a ``spread`` is the least and the
+greatest of all runs: how far to trust it.
 """
 
 from __future__ import annotations
@@ -104,11 +105,17 @@ def row(
         "runs": len(values),
         "better": better,
         "target": target,
+        "spread": spread_of(values),
+        "peer_spread": spread_of(peer_values),
         "meets": meets(ratio) if meets is not None and ratio is not None else None,
     }
     if reason:
         result["reason"] = reason
     return result
+
+
+def spread_of(values: Sequence[float]) -> list[float | None] | None:
+    return [rounded(min(values)), rounded(max(values))] if values else None
 
 
 def rounded(value: float | None) -> float | None:
