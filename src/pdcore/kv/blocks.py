@@ -2,7 +2,7 @@
 
 Theory. A block is in exactly one state, and the states always add up to the pool:
 
-* FREE: in the FIFO queue, nobody refers to it;
+* FREE: nobody refers to it; kept in runs of neighbours (:mod:`pdcore.kv.runs`);
 * HELD: belongs to a request, only our own forward passes touch it;
 * LEASED: a peer or a transfer may touch it (published handshake, live handle);
 * QUARANTINED: its request is over, but a writer may still be alive.
@@ -18,13 +18,11 @@ Each operation checks every id before the first change: a refused call changed n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from pdcore.errors import OwnershipError
+from pdcore.kv.runs import FreeRuns
 from pdcore.types import NULL_BLOCK
 
 FREE: Final = 0
@@ -32,6 +30,7 @@ HELD: Final = 1
 LEASED: Final = 2
 QUARANTINED: Final = 3
 _NULL: Final = 4
+_HELD_BYTE: Final = bytes([HELD])
 
 _NAMES: Final = ("free", "held", "leased", "quarantined", "null")
 
@@ -62,7 +61,7 @@ class BlockPool:
         if num_blocks <= 0:
             raise OwnershipError(f"num_blocks must be > 0, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._free: deque[int] = deque(range(1, num_blocks))
+        self._free = FreeRuns(num_blocks)
         self._state = bytearray(num_blocks)
         self._state[NULL_BLOCK] = _NULL
         self._counts = [num_blocks - 1, 0, 0, 0, 1]
@@ -76,18 +75,28 @@ class BlockPool:
         """Blocks that can ever be allocated: all but the null block."""
         return self.num_blocks - 1
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Take the ``num_blocks`` blocks that have been free longest."""
+    def allocate(
+        self, num_blocks: int, after: int = NULL_BLOCK, *, is_scattered: bool = False
+    ) -> list[int]:
+        """Take ``num_blocks`` blocks that lie together as far as possible, right behind block
+        ``after`` (which the caller holds) if that place is free. ``is_scattered``: one for each
+        of so many sequences that decode on. Nobody will send these, so they fill the gaps and
+        leave the long runs to prompts."""
         if num_blocks < 0 or num_blocks > self._counts[FREE]:
             raise OwnershipError(
                 f"cannot allocate {num_blocks} blocks: {self._counts[FREE]} of "
                 f"{self.num_usable} are free"
             )
-        pop = self._free.popleft
         state = self._state
-        ids = [pop() for _ in range(num_blocks)]
-        for block in ids:
-            state[block] = HELD
+        ids: list[int] = []
+        if is_scattered:
+            ids = self._free.scatter(num_blocks)
+            for block in ids:
+                state[block] = HELD
+        else:
+            for run in self._free.take(num_blocks, after):
+                state[run.start : run.stop] = _HELD_BYTE * len(run)
+                ids.extend(run)
         self._counts[FREE] -= num_blocks
         self._counts[HELD] += num_blocks
         return ids
@@ -122,18 +131,19 @@ class BlockPool:
         return Ledger(*self._counts[:4])
 
     def audit(self) -> Ledger:
-        """Recount everything; raises OwnershipError when a counter or the queue lies. In numpy:
+        """Recount everything; raises OwnershipError when a counter or the free runs lie. By runs:
         a worker at rest does it once a second, and the next request waits behind it."""
         recount = Ledger(*(self._state.count(state) for state in range(4)))
-        queued = np.fromiter(self._free, np.int64, len(self._free))
-        is_queued = np.zeros(self.num_blocks, np.bool_)
-        is_queued[queued] = True
         if recount != self.ledger() or recount.total != self.num_usable:
             raise OwnershipError(f"block ledger {self.ledger()} but a recount gives {recount}")
-        if not len(queued) == np.count_nonzero(is_queued) == recount.free:
-            raise OwnershipError(f"free queue holds {len(self._free)}, states say {recount.free}")
-        if np.frombuffer(self._state, np.uint8)[queued].any():  # FREE is 0
-            raise OwnershipError("a block in the free queue is not free")
+        self._free.audit()
+        num_listed = 0
+        for run in self._free:
+            num_listed += len(run)
+            if self._state.count(FREE, run.start, run.stop) != len(run):
+                raise OwnershipError(f"a block of the free run {run} is not free")
+        if num_listed != recount.free:
+            raise OwnershipError(f"free runs hold {num_listed}, states say {recount.free}")
         return recount
 
     def _move(self, ids: Sequence[int], sources: tuple[int, ...], target: int, verb: str) -> int:
@@ -152,7 +162,7 @@ class BlockPool:
             counts[source] -= before.count(source)
         counts[target] += len(moved)
         if target == FREE:
-            self._free.extend(moved)
+            self._free.give(moved)
         return len(moved)
 
     def __repr__(self) -> str:

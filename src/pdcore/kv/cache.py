@@ -246,7 +246,8 @@ class KVBlocks(KVTables):
             raise OwnershipError("grow_each needs exactly one full-attention manager key")
         if self._uniform.pool.num_free < len(tables):
             return False
-        for table, block in zip(tables, self._uniform.pool.allocate(len(tables)), strict=True):
+        blocks = self._uniform.pool.allocate(len(tables), is_scattered=True)
+        for table, block in zip(tables, blocks, strict=True):
             table.append(block)
         return True
 

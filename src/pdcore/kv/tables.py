@@ -103,7 +103,8 @@ class FullAttentionBlocks:
         if len(table) < first:
             table.extend([NULL_BLOCK] * (first - len(table)))
         if len(table) < blocks:
-            table.extend(self.pool.allocate(blocks - len(table)))
+            last = table[-1] if table else NULL_BLOCK
+            table.extend(self.pool.allocate(blocks - len(table), last))
 
     def next_change(self, seq_id: int, computed: int, ahead: int, max_model_len: int) -> int:
         """Smallest ``computed`` at which a step of ``ahead`` slots changes this table."""

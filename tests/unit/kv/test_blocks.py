@@ -19,13 +19,26 @@ def test_block_zero_is_never_allocated_and_freeing_it_is_ignored() -> None:
     assert pool.ledger() == Ledger(free=0, held=3, leased=0, quarantined=0)
 
 
-def test_the_free_queue_is_fifo() -> None:
-    """R93: the block that has been free longest comes first."""
-    pool = BlockPool(5)
-    first = pool.allocate(4)
-    pool.free([first[2]])
-    pool.free([first[0], first[3]])
-    assert pool.allocate(3) == [first[2], first[0], first[3]]
+def test_blocks_of_one_request_lie_together() -> None:
+    """R93 departed from, for issue 4.4: not what has been free longest, but neighbours."""
+    pool = BlockPool(10)
+    pool.allocate(9)
+    pool.free([8])
+    pool.free([4, 3, 5])
+    assert pool.allocate(3) == [3, 4, 5]
+    pool.free([5, 6])
+    assert pool.allocate(1, 4) == [5]
+    assert pool.allocate(1, 5) == [6]
+
+
+def test_one_block_for_each_of_many_fills_gaps() -> None:
+    pool = BlockPool(10)
+    pool.allocate(9)
+    pool.free([2, 3, 4, 8])
+    assert pool.allocate(2, is_scattered=True) == [8, 2]
+    assert pool.audit() == Ledger(free=2, held=7, leased=0, quarantined=0)
+    with pytest.raises(OwnershipError, match="cannot allocate 3 blocks: 2 of 9 are free"):
+        pool.allocate(3, is_scattered=True)
 
 
 @pytest.mark.parametrize("count", [-1, 4])
@@ -91,8 +104,16 @@ def test_state_of_refuses_the_null_block_and_strangers() -> None:
 
 def test_audit_finds_a_block_that_is_free_twice() -> None:
     pool = BlockPool(4)
-    pool._free.append(1)
-    with pytest.raises(OwnershipError, match="free queue"):
+    pool.allocate(1)
+    pool._free.give([1])
+    with pytest.raises(OwnershipError, match="is not free"):
+        pool.audit()
+
+
+def test_audit_finds_a_free_block_that_nobody_can_get() -> None:
+    pool = BlockPool(4)
+    pool._free.take(1)
+    with pytest.raises(OwnershipError, match="free runs hold 2, states say 3"):
         pool.audit()
 
 
@@ -102,7 +123,7 @@ def test_audit_finds_a_wrong_count_and_a_wrong_state() -> None:
     with pytest.raises(OwnershipError, match="recount"):
         pool.audit()
     pool = BlockPool(4)
-    pool._free[0] = 0
+    pool._state[1], pool._counts[:2] = HELD, [2, 1]
     with pytest.raises(OwnershipError, match="not free"):
         pool.audit()
 

@@ -83,9 +83,9 @@ def test_a_window_that_jumps_past_its_table_takes_no_useless_block() -> None:
     assert tables.recycle(1, 20) == 1
     assert tables.need(1, 20, 21) == 2
     tables.grow(1, 20, 21)
-    assert tables.tables[1] == [0, 0, 0, 0, 2, 3]
+    assert tables.tables[1] == [0, 0, 0, 0, 1, 2]
     assert tables.recycle(1, 23) == 1
-    assert tables.tables[1] == [0, 0, 0, 0, 0, 3]
+    assert tables.tables[1] == [0, 0, 0, 0, 0, 2]
 
 
 def test_a_window_that_kept_leased_blocks_recycles_them_later() -> None:

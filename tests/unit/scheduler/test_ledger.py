@@ -83,6 +83,6 @@ def test_a_leak_is_found_at_rest_and_a_lie_always() -> None:
     ):
         audit(core.rooms, at_rest=True)
     core.rooms.slots.free(slot)
-    core.blocks._by_key["full"].pool._free.pop()
-    with pytest.raises(OwnershipError, match="free queue holds 31"):
+    core.blocks._by_key["full"].pool._free.take(1)
+    with pytest.raises(OwnershipError, match="free runs hold 31"):
         audit(core.rooms)
