@@ -127,23 +127,17 @@ class Book:
         self._leaving.add(link.incarnation)
         self.end(link, "the peer closed its transport", LinkEnd.WORD)
 
-    def welcomed(self, incarnation: Incarnation, oldest: int) -> None:
-        """A newer session of ours was welcomed by that life, which reads nothing more of
-        those below ``oldest``."""
+    def supersede(
+        self, incarnation: Incarnation, oldest: int, half: type[Incoming] | type[Outgoing]
+    ) -> None:
+        """Of our conversations with that life in which we are that half, those below
+        ``oldest`` are over: the sender says so before a newer one is welcomed (Incoming),
+        and the receiver has dropped them when it was (Outgoing)."""
+        end = LinkEnd.OURS if half is Incoming else LinkEnd.WORD
         for link in self.links:
-            is_ours = isinstance(link.half, Outgoing) and link.incarnation == incarnation
-            if is_ours and link.number < oldest:
-                self.end(link, "there is a newer session", LinkEnd.WORD)
-        self.debts.settle(incarnation, oldest)
-        self.probes.stop(incarnation)
-
-    def supersede(self, incarnation: Incarnation, oldest: int) -> None:
-        """That life says that its sessions below ``oldest`` are over: place nothing more of
-        them, from now on."""
-        for link in self.links:
-            is_theirs = isinstance(link.half, Incoming) and link.incarnation == incarnation
-            if is_theirs and link.number < oldest:
-                self.end(link, "superseded by a newer session")
+            is_meant = isinstance(link.half, half) and link.incarnation == incarnation
+            if is_meant and link.number < oldest:
+                self.end(link, "superseded by a newer session", end)
 
     def died(self, pidfd: int) -> bool:
         """A watched process is dead: nothing of it is placed any more, not even what it had

@@ -86,7 +86,9 @@ class Loop:
         def begin() -> None:
             self._book.links.add(link)
             self._book.watch(link, pidfd)
-            self._book.welcomed(link.incarnation, oldest)
+            self._book.supersede(link.incarnation, oldest, Outgoing)
+            self._book.debts.settle(link.incarnation, oldest)
+            self._book.probes.stop(link.incarnation)
             if self._book.is_over(link.incarnation):
                 self._book.end(link, "it was found dead before")
 

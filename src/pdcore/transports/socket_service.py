@@ -220,7 +220,7 @@ class Service:
         self._check_user(link, home.origin)
         pidfd = open_proof(self._here, home.origin)
         # First of all: who is told that it is welcome may take older sessions for dead.
-        self._book.supersede(hello.incarnation, hello.oldest)
+        self._book.supersede(hello.incarnation, hello.oldest, Incoming)
         self._book.probes.stop(hello.incarnation)
         link.incarnation, link.home, link.number = hello.incarnation, home, hello.number
         link.half = Incoming(self._regions, self.placing, self.counts)

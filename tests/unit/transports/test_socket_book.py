@@ -141,12 +141,11 @@ def test_a_newer_session_settles_those_that_stalled_and_linger(scene: Scene) -> 
     and the descriptor, stayed for ten minutes and more."""
     stalled, open_, theirs = scene.sender(number=2), scene.sender(number=7), scene.receiver(3)
     scene.book.give_up(stalled, "stalled", fenced=False)
-    scene.book.end(scene.sender(ELSEWHERE, number=1), "cut", LinkEnd.ERROR)
-    assert scene.told() == [(1, False), (2, True), (5, False), (6, True)]
-    scene.book.welcomed(Incarnation(b"x" * 16), 9)
+    assert scene.told() == [(1, False), (2, True)]
+    scene.book.supersede(Incarnation(b"x" * 16), 9, Outgoing)
     assert scene.told() == []
-    scene.book.welcomed(PEER, 7)
-    assert sorted(scene.told()) == [(1, True), (5, True)]
+    scene.book.supersede(PEER, 7, Outgoing)
+    assert scene.told() == [(1, True)]
     assert stalled.sock.fileno() == -1
     assert open_.sock.fileno() >= 0
     assert theirs.sock.fileno() >= 0
@@ -202,11 +201,11 @@ def test_a_process_that_lives_is_not_dead_by_rumour(scene: Scene) -> None:
 
 def test_older_sessions_of_a_caller_are_dropped(scene: Scene) -> None:
     old, new, ours = scene.receiver(1), scene.receiver(5), scene.sender(number=2)
-    scene.book.supersede(PEER, 5)
+    scene.book.supersede(PEER, 5, Incoming)
     assert old.sock.fileno() == -1
     assert new.sock.fileno() >= 0
     assert ours.sock.fileno() >= 0
-    scene.book.supersede(Incarnation(b"x" * 16), 99)
+    scene.book.supersede(Incarnation(b"x" * 16), 99, Incoming)
     assert new.sock.fileno() >= 0
 
 
