@@ -1,12 +1,17 @@
 """Prefill on one host, decode on another: addresses of their own, and a cable that can be cut.
 
-Over sockets, which is what moves KV between hosts without a vendor's library.
+Over sockets, which is what moves KV between hosts without a vendor's library, and over NIXL,
+whose UCX is made to use TCP as between real hosts: here it could copy from process to process
+past the cable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from pdcore.server.client import HttpClient, Origin
+from pdcore.transports import registry
 from tests.scenarios.hosts import WHY_NOT, Deployment, Host, two_hosts
 from tests.scenarios.processes import ledger, until
 from tests.scenarios.soak_client import Outcome, ask
@@ -26,11 +32,15 @@ TIMEOUT_S = 6.0
 CUT = {"ok", "deadline_exceeded", "unavailable", "unreachable", "peer_lost", "transfer_failed"}
 
 
+ENV = {"socket": {}, "nixl": {"UCX_TLS": "tcp"}}
+
+
 class Pair(Deployment):
     """The simulated engine, whose clients know what is right."""
 
-    def __init__(self, a: Host, b: Host, folder: Path) -> None:
-        super().__init__(a, b, folder, "--simulated", "--num-blocks", "600")
+    def __init__(self, a: Host, b: Host, folder: Path, transport: str) -> None:
+        engine = ("--simulated", "--num-blocks", "600")
+        super().__init__(a, b, folder, *engine, transport=transport, env=ENV[transport])
         until(lambda: self.load(1)[0].kind == "ok", self.router.pid, 60.0, "a request is served")
 
     def load(self, count: int, seed: int = 0, at_once: int = 8) -> list[Outcome]:
@@ -66,12 +76,21 @@ class Pair(Deployment):
             until(is_whole, program.pid, 60.0, f"all blocks of {at.netloc} are back")
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=ENV)
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    skip_without(request.param)
     with two_hosts() as (a, b):
-        made = Pair(a, b, tmp_path_factory.mktemp("hosts"))
+        made = Pair(a, b, tmp_path_factory.mktemp("hosts"), request.param)
         yield made
         made.close()
+
+
+def skip_without(transport: str) -> None:
+    why_not = registry.presence(transport).reason
+    if why_not is not None:
+        pytest.skip(f"{transport}: {why_not}")
 
 
 def kinds(outcomes: list[Outcome]) -> Counter[str]:
@@ -129,3 +148,19 @@ def test_a_cable_that_is_cut_in_the_middle_of_transfers(deployment: Pair) -> Non
 
     until(serves, deployment.router.pid, 60.0, "both hosts serve again")
     deployment.expect_whole_pools()
+
+
+@pytest.mark.parametrize("transport", ENV)
+def test_a_cable_that_is_cut_in_the_middle_of_one_transfer(transport: str) -> None:
+    """D3: the transfer fails at our own time limit and is not quiesced while its bytes may be
+    on their way; nobody is called dead; with the cable back it is, and the next one arrives."""
+    skip_without(transport)
+    run = subprocess.run(
+        ["unshare", "-nm", sys.executable, "-m", "tests.chaos.two_hosts", "cut", transport],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = json.loads(run.stdout.splitlines()[-1])
+    assert said == {"failed": True, "unsettled": True, "done": True, "same": True, "deaths": 0}

@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with an address each and a cable between them.
 
-Run inside a user and network namespace of its own (``unshare -rn``), where we may do that:
-``python -m tests.chaos.two_hosts serve|cut``. We are on the first host; ``enter`` is the
+Run inside namespaces of its own, where we may do that: ``unshare -rnm python -m
+tests.chaos.two_hosts serve``, or ``cut TRANSPORT``. We are on the first host; ``enter`` is the
 prefix of a command that runs on the second one.
 """
 
@@ -34,6 +34,8 @@ from tests.scenarios.processes import Program
 
 HERE, THERE = "10.231.7.1", "10.231.7.2"
 MIB = 1 << 20
+#: Which lists the network interfaces of whoever mounts it, and UCX believes it.
+OWN_SYSFS = "mount -t sysfs sysfs /sys"
 
 
 def ip(*arguments: str, enter: tuple[str, ...] = ()) -> None:
@@ -44,12 +46,14 @@ def ip(*arguments: str, enter: tuple[str, ...] = ()) -> None:
 def second_host() -> Iterator[tuple[str, ...]]:
     """The way in."""
     holder = subprocess.Popen(
-        ["unshare", "-n", "sh", "-c", "echo there; exec sleep 600"], stdout=subprocess.PIPE
+        ["unshare", "-nm", "sh", "-c", f"{OWN_SYSFS}; echo there; exec sleep 600"],
+        stdout=subprocess.PIPE,
     )
+    subprocess.run(OWN_SYSFS.split(), check=True, timeout=30)
     try:
         assert holder.stdout is not None
         holder.stdout.readline()
-        enter = ("nsenter", "-t", str(holder.pid), "-n")
+        enter = ("nsenter", "-t", str(holder.pid), "-n", "-m")
         ip("link", "set", "lo", "up")
         ip("link", "set", "lo", "up", enter=enter)
         ip("link", "add", "va", "type", "veth", "peer", "name", "vb", "netns", str(holder.pid))
@@ -124,15 +128,20 @@ def connect(mine: Watched, descriptor: bytes) -> PeerSession:
     return mine.transport.connect(descriptor)
 
 
-def cut() -> dict[str, object]:
+#: UCX would copy from process to process, past the cable.
+OPTIONS: dict[str, dict[str, object]] = {"socket": {}, "nixl": {"ucx_tls": "tcp"}}
+
+
+def cut(transport: str = "socket") -> dict[str, object]:
     """The cable is pulled in mid-transfer and plugged in again: transfers fail and are not
     quiesced, nobody is called dead; a new session settles the old one, and the KV is right."""
     size = 64 * MIB
     life = Incarnation(os.urandom(16))
-    mine = Watched(create("socket", life, host=HERE, stall_timeout_s=1.0))
+    options = OPTIONS[transport]
     with second_host() as enter:
+        mine = Watched(create(transport, life, host=HERE, stall_timeout_s=1.0, **options))
         with python_there(enter):
-            peer = ProcessPeer("socket", {"host": THERE})
+            peer = ProcessPeer(transport, {"host": THERE, **options})
         try:
             remote = peer.allocate(size)
             source = mine.transport.allocate(size)
@@ -177,4 +186,4 @@ def cut() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"serve": serve, "cut": cut}[sys.argv[1]]()))
+    print(json.dumps({"serve": serve, "cut": cut}[sys.argv[1]](*sys.argv[2:])))

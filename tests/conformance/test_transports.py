@@ -11,6 +11,7 @@ from pdcore.testing.conformance import Report, run_conformance
 from pdcore.testing.transport_harness import LoopbackHarness, RegistryHarness
 from pdcore.transports import shm_attach
 from pdcore.transports.base import Revocation
+from pdcore.transports.registry import load, presence
 from tests.conformance import matrix
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,12 @@ def passes(report: Report, label: str = "") -> None:
     matrix.keep(report, label)
     assert report.ok, "\n".join(f"{name}: {why}" for name, why in report.failed.items())
     assert not report.skipped
+
+
+def skip_without(transport: str) -> None:
+    found = presence(transport)
+    if found.reason is not None:
+        pytest.skip(f"{transport}: {found.reason}; {found.remedy}")
 
 
 @pytest.mark.parametrize("kind", list(Revocation))
@@ -87,6 +94,26 @@ def test_torchdist_again_and_again(check: str) -> None:
     pytest.importorskip("torch", reason="torchdist needs the extra `torch`")
     for _ in range(5):
         passes(run_conformance(RegistryHarness("torchdist"), only=[check]))
+
+
+@linux
+@pytest.mark.parametrize("kind", ["any way", "tcp"])
+def test_nixl(kind: str) -> None:
+    """NIXL with UCX as it chooses, and as it is between hosts."""
+    skip_without("nixl")
+    options = load("nixl").variants[kind]
+    passes(run_conformance(RegistryHarness("nixl", cycles=30, **options)), f"nixl, {kind}")
+
+
+@linux
+@pytest.mark.parametrize(
+    "check", ["sender_killed", "receiver_killed", "partial_failure", "revoke_ends_writes"]
+)
+def test_nixl_again_and_again(check: str) -> None:
+    """What depends on the moment of a signal, or of a revoke, some times."""
+    skip_without("nixl")
+    for _ in range(5):
+        passes(run_conformance(RegistryHarness("nixl", ucx_tls="tcp"), only=[check]))
 
 
 SOCKETS = {

@@ -103,7 +103,7 @@ OUTSIDE: dict[str, tuple[int, str]] = {
     "jinja2": (5, "pdcore.engine.*"),
     "zmq": (5, "*"),
     "mooncake": (5, "pdcore.transports.mooncake"),
-    "nixl_cu12": (5, "pdcore.transports.nixl"),
+    "nixl_cu12": (5, "pdcore.transports.nixl_vendor"),
     "memfabric_hybrid": (5, "pdcore.transports.memfabric_vendor"),
     "mf_adapter": (5, "pdcore.transports.memfabric_vendor"),
     "ruamel": (6, "pdcore.config_loader"),

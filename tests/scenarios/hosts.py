@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -78,11 +78,21 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 class Deployment:
-    """A prefill instance on one host, a decode instance and a router on the other."""
+    """A prefill instance on one host, a decode instance and a router on the other; ``env`` is
+    what their environment has besides."""
 
-    def __init__(self, a: Host, b: Host, folder: Path, *engine: str) -> None:
+    def __init__(
+        self,
+        a: Host,
+        b: Host,
+        folder: Path,
+        *engine: str,
+        transport: str = "socket",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.prefill_host, self.decode_host = a, b
-        common = [*engine, "--transport", "socket"]
+        self._env = env or {}
+        common = [*engine, "--transport", transport]
         self.prefill = self._serve(a, folder, "prefill", *common, "--ips", a.address)
         self.decode = self._serve(
             b, folder, "decode", *common, "--ips", b.address, "--prefill-ips", a.address
@@ -94,7 +104,7 @@ class Deployment:
         self.origin = Origin(b.address, 8000)
 
     def _serve(self, host: Host, folder: Path, role: str, *arguments: str) -> Program:
-        env = {"PDCORE_RUN_DIR": str(folder / role)}
+        env = {**self._env, "PDCORE_RUN_DIR": str(folder / role)}
         return Program(
             "serve", "--role", role, "--host", host.address, *arguments, env=env, host=host.name
         )

@@ -16,34 +16,41 @@ TCP or RDMA. What it really does (1.5.1, measured with two processes) and what i
   listens;
 - what tells peers about an agent is bytes that its own C++ takes apart; its descriptor lists
   come as pickles, and are never taken from a peer;
-- an agent's name is what a peer is known by, and is new with each process life.
+- an agent's name is what a peer is known by, and is new with each process life;
+- its progress thread never sleeps as its Python wrapper starts it, a core's worth of looking:
+  it is started so that it does, and transfers are none the slower.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import string
+import ipaddress
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import ModuleType
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import Int64Array
 from pdcore.transports.engines import EngineLimits, WriteFailed
+from pdcore.transports.nixl_vendor import (
+    Agent,
+    Handle,
+    Uint64Array,
+    Vendor,
+    ucx_options,
+    why_unavailable,
+)
+from pdcore.transports.onesided import OneSidedTransport, caps_of
+from pdcore.transports.onesided_side import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S, SideOptions
+from pdcore.transports.registry import TransportPlugin
+from pdcore.transports.socket_address import TCP, UNIX, free_port
 from pdcore.types import Incarnation
 
 NAME: Final = "nixl"
-_MODULE: Final = "nixl_cu12"
-_BACKEND: Final = "UCX"
-
+_LOOPBACK_DEVICE: Final = "lo"
 #: NIXL's words for kinds of memory.
 MEM_TYPES: Final = ("DRAM", "VRAM")
 #: One call's: what other peers' calls wait for, and the steps in which a cancel is seen.
@@ -66,127 +73,6 @@ _HEAD: Final = struct.Struct("!H")
 #: An incarnation, as lower-case hexadecimal digits.
 _NAME_BYTES: Final = 32
 _NAME_CHARACTERS: Final = frozenset(b"0123456789abcdef")
-_UCX_CHARACTERS: Final = frozenset(string.ascii_letters + string.digits + "_.:-")
-
-Uint64Array = npt.NDArray[np.uint64]
-#: Address, bytes, device, and a word for other kinds of memory.
-_Row = tuple[int, int, int, str]
-
-
-class _Handle(Protocol):
-    def release(self) -> None: ...
-
-
-class _Agent(Protocol):
-    """What is used of ``nixl_agent``. Descriptor lists are opaque."""
-
-    def create_backend(self, backend: str, parameters: dict[str, str], /) -> None: ...
-    def register_memory(self, rows: list[_Row], mem_type: str, /) -> object: ...
-    def deregister_memory(self, known: object, /) -> None: ...
-    def get_xfer_descs(self, rows: Uint64Array, mem_type: str, /) -> object: ...
-    def get_agent_metadata(self) -> bytes: ...
-    def add_remote_agent(self, metadata: bytes, /) -> bytes: ...
-    def remove_remote_agent(self, name: str, /) -> None: ...
-    def initialize_xfer(
-        self, operation: str, local: object, remote: object, name: str, /
-    ) -> _Handle: ...
-    def transfer(self, handle: _Handle, /) -> str: ...
-    def check_xfer_state(self, handle: _Handle, /) -> str: ...
-
-
-class _Vendor:
-    """The wheel, and what it raises in our words. Raises TransportError where it cannot be
-    imported."""
-
-    def __init__(self) -> None:
-        try:
-            import nixl_cu12 as vendor
-        except (ImportError, OSError) as error:
-            raise TransportError(f"nixl: {_MODULE} cannot be imported: {error}") from error
-        self._module: ModuleType = vendor
-        _tame_logging(self._module)
-        bindings = self._module._api.nixlBind
-        own = [kind for kind in vars(bindings).values() if isinstance(kind, type)]
-        #: Its exceptions have no base of their own; pybind raises the other three.
-        self._errors: tuple[type[Exception], ...] = (
-            *(kind for kind in own if issubclass(kind, Exception)),
-            RuntimeError,
-            TypeError,
-            ValueError,
-        )
-        self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
-
-    def agent(self, name: str, options: dict[str, str]) -> _Agent:
-        """With its progress thread, safe for any number of ours, and UCX started."""
-        with self.spoken(f"start an agent with {options or 'no options'}"):
-            config = self._module.nixl_agent_config(
-                enable_prog_thread=True,
-                backends=[],
-                sync_mode=self._module.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-            )
-            agent: _Agent = self._module.nixl_agent(name, config)
-            agent.create_backend(_BACKEND, options)
-        return agent
-
-    @contextmanager
-    def spoken(self, doing: str) -> Iterator[None]:
-        """Raises TransportError for whatever the vendor raises."""
-        try:
-            yield
-        except self._errors as error:
-            raise TransportError(f"nixl could not {doing}: {error}") from _bare(error)
-
-    @contextmanager
-    def writing(self, *, may_land: bool) -> Iterator[None]:
-        """Raises WriteFailed for whatever the vendor raises."""
-        try:
-            yield
-        except self._errors as error:
-            is_gone = isinstance(error, self._disconnected)
-            raise WriteFailed(f"nixl: {error}", is_peer_gone=is_gone, may_land=may_land) from _bare(
-                error
-            )
-
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """For what is over anyway."""
-        with suppress(*self._errors):
-            yield
-
-
-def _bare(error: Exception) -> Exception:
-    """Whoever keeps an error does not keep the agent, which the vendor's frames hold."""
-    return error.with_traceback(None)
-
-
-def _tame_logging(module: ModuleType) -> None:
-    """The wheel's loggers are the program's again: as they come they write about every agent
-    to standard output, and the process is silent about any logging that fails."""
-    logging = module.logging.logging
-    logger = logging.getLogger("nixl")
-    if logger.level == logging.INFO:
-        logger.setLevel(logging.WARNING)
-    for handler in list(logger.handlers):
-        if handler.name in module.logging.LOGGING_CONFIG["handlers"]:
-            logger.removeHandler(handler)
-    logger.propagate = True
-    logging.raiseExceptions = True
-
-
-def _ucx_options(tls: str | None, device: str | None) -> dict[str, str]:
-    """For ``create_backend``. Raises TransportError for several values in one option."""
-    words = []
-    for option, key, value in (("ucx_tls", "TLS", tls), ("ucx_device", "NET_DEVICES", device)):
-        if value is None:
-            continue
-        # NIXL takes these apart at commas itself.
-        if not value or not set(value) <= _UCX_CHARACTERS:
-            raise TransportError(
-                f"{option}: {value!r} must be one name, such as tcp or eth0; for several set "
-                f"UCX_{key} in the environment of the process"
-            )
-        words.append(f"{key}={value}")
-    return {"engine_config": ",".join(words)} if words else {}
 
 
 def _parse_address(address: bytes) -> tuple[str, bytes]:
@@ -199,15 +85,6 @@ def _parse_address(address: bytes) -> tuple[str, bytes]:
     if len(name) != _NAME_BYTES or not set(name) <= _NAME_CHARACTERS or not metadata:
         raise TransportError("nixl: an address without the name of an agent")
     return name.decode(), metadata
-
-
-def why_unavailable() -> str | None:
-    """One sentence for ``pdcore doctor``, or None. Finds the wheel without importing it."""
-    if sys.platform != "linux":
-        return f"nixl needs Linux; this is {sys.platform}"
-    if importlib.util.find_spec(_MODULE) is None:
-        return f"{_MODULE} is not installed"
-    return None
 
 
 class NixlEngine:
@@ -235,10 +112,10 @@ class NixlEngine:
             raise TransportError(f"mem_type: {mem_type!r} is not one of {', '.join(MEM_TYPES)}")
         self._mem_type = mem_type
         self._device_index = device_index
-        self._vendor = _Vendor()
+        self._vendor = Vendor()
         self._name = incarnation.hex()
         #: None once it is closed. No local name holds it: an error would keep it by its frames.
-        self._agents = [self._vendor.agent(self._name, _ucx_options(ucx_tls, ucx_device))]
+        self._agents = [self._vendor.agent(self._name, ucx_options(ucx_tls, ucx_device))]
         self._lock = threading.Lock()
         self._is_idle = threading.Condition(self._lock)
         self._writing = 0
@@ -343,7 +220,7 @@ class NixlEngine:
             self._regions.clear()
 
     @property
-    def _agent(self) -> _Agent:
+    def _agent(self) -> Agent:
         if not self._agents:
             raise TransportError("nixl: this engine is closed")
         return self._agents[0]
@@ -366,7 +243,7 @@ class NixlEngine:
         rows[:, 2] = self._device_index
         return rows
 
-    def _post(self, handle: _Handle) -> None:
+    def _post(self, handle: Handle) -> None:
         """Start it and stay until it is over, or this engine closes. Raises WriteFailed."""
         look_s = _FIRST_LOOK_S
         try:
@@ -386,3 +263,57 @@ class NixlEngine:
             del handle
         if state != "DONE":
             raise WriteFailed(f"nixl: the write ended as {state}", may_land=True)
+
+
+def create(
+    incarnation: Incarnation,
+    *,
+    mem_type: str = "DRAM",
+    device_index: int = 0,
+    ucx_tls: str | None = None,
+    ucx_device: str | None = None,
+    families: Sequence[str] = (UNIX, TCP),
+    host: str = "127.0.0.1",
+    advertise: str | None = None,
+    port: int = 0,
+    secret: str | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+) -> OneSidedTransport:
+    """The first four are NixlEngine's, the rest SideOptions'. Where peers reach this process
+    at a loopback address, UCX listens there only, too. Raises TransportError."""
+    side = SideOptions(families, host, advertise, port, secret, connect_timeout_s, stall_timeout_s)
+    if ucx_device is None and _is_loopback(advertise or host):
+        ucx_device = _LOOPBACK_DEVICE
+    engine = NixlEngine(
+        incarnation,
+        mem_type=mem_type,
+        device_index=device_index,
+        ucx_tls=ucx_tls,
+        ucx_device=ucx_device,
+    )
+    return OneSidedTransport(NAME, incarnation, engine, side)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # The side channel says what is wrong with it.
+        return False
+
+
+PLUGIN = TransportPlugin(
+    create=create,
+    why_unavailable=why_unavailable,
+    options_at=lambda place: {
+        "host": place.bind_host,
+        "advertise": place.advertise_host,
+        "secret": place.secret,
+    },
+    caps=caps_of(NixlEngine.limits, cross_host=True),
+    remedy="pip install --no-deps nixl-cu12 on Linux; of what it asks for only numpy is needed",
+    variants={"any way": {}, "tcp": {"ucx_tls": "tcp"}},
+    fixed_address=lambda: {"port": free_port("127.0.0.1")},
+    cycles=30,
+)

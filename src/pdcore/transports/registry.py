@@ -29,6 +29,7 @@ AUTO_ORDER: Final = ("shm",)
 _BUILT_IN: Final[dict[str, str]] = {
     "loopback": "pdcore.transports.loopback",
     "memfabric": "pdcore.transports.memfabric",
+    "nixl": "pdcore.transports.nixl",
     "shm": "pdcore.transports.shm",
     "socket": "pdcore.transports.socket",
     "torchdist": "pdcore.transports.torchdist",

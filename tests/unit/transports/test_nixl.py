@@ -3,6 +3,7 @@ killed and stopped. Skipped where the wheel is missing, except for what needs no
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -19,8 +20,10 @@ import pytest
 
 from pdcore.errors import PeerGone, TransportError
 from pdcore.transports import nixl
+from pdcore.transports.base import Revocation
 from pdcore.transports.engines import WriteFailed
 from pdcore.transports.nixl import NixlEngine
+from pdcore.transports.registry import WorkerPlace
 from pdcore.types import Incarnation
 
 MISSING = nixl.why_unavailable()
@@ -164,35 +167,9 @@ def child() -> Iterator[Child]:
 # --- without the wheel -------------------------------------------------------------------
 
 
-def test_a_missing_wheel_is_said_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    assert nixl.why_unavailable() == "nixl_cu12 is not installed"
-    with pytest.raises(TransportError, match="nixl_cu12 cannot be imported"):
-        NixlEngine(incarnation())
-
-
-def test_to_look_for_the_wheel_does_not_import_it() -> None:
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from pdcore.transports import nixl; "
-        "nixl.why_unavailable(); assert 'nixl_cu12' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S)
-
-
 def test_memory_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(TransportError, match="mem_type: 'HBM' is not one of DRAM, VRAM"):
         NixlEngine(incarnation(), mem_type="HBM")
-
-
-@pytest.mark.parametrize("value", ["tcp,cma", "", "tcp;rm", "TLS=tcp"])
-def test_several_ways_belong_into_the_environment(value: str) -> None:
-    with pytest.raises(TransportError, match=r"ucx_tls: .* set UCX_TLS in the environment"):
-        nixl._ucx_options(value, None)
-
-
-def test_options_for_ucx() -> None:
-    assert nixl._ucx_options(None, None) == {}
-    assert nixl._ucx_options("tcp", "eth0.7") == {"engine_config": "TLS=tcp,NET_DEVICES=eth0.7"}
 
 
 @pytest.mark.parametrize(
@@ -409,18 +386,60 @@ def test_engines_leave_no_descriptor_and_no_thread() -> None:
     assert footprint() == before
 
 
+# --- the transport -----------------------------------------------------------------------
+
+
+def listening() -> set[str]:
+    """IPv4 addresses, in hexadecimal, at which this process takes connections."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        # One of them was that of the listing.
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    with open("/proc/self/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine}
+
+
 @needs_wheel
-def test_what_the_wheel_says_does_not_go_to_standard_output() -> None:
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; import logging; "
-        "from pdcore.transports.nixl import NixlEngine; NixlEngine(bytes(16)).close(); "
-        "logging.getLogger('nixl.api').error('seen'); assert logging.raiseExceptions"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=LIMIT_S, capture_output=True, text=True
-    )
-    assert run.stdout == ""
-    assert "seen" in run.stderr
+def test_ucx_listens_where_peers_reach_us() -> None:
+    """It takes writes from whoever connects, so not at every interface without being told."""
+    gc.collect()
+    before = listening()
+    transport = nixl.create(incarnation())
+    transport.descriptor()
+    assert listening() - before <= {"0100007F"}
+    assert transport.close() == []
+
+
+@needs_wheel
+def test_what_the_side_channel_refuses_leaves_no_engine() -> None:
+    NixlEngine(incarnation(), **TCP).close()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match="secret"):
+        nixl.create(incarnation(), secret="short")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_says_where_it_stands() -> None:
+    place = WorkerPlace("0.0.0.0", "10.0.0.2", "a secret")
+    assert nixl.PLUGIN.options_at is not None
+    assert nixl.PLUGIN.options_at(place) == {
+        "host": "0.0.0.0",
+        "advertise": "10.0.0.2",
+        "secret": "a secret",
+    }
+
+
+def test_what_it_declares() -> None:
+    """Bytes of a sender that died may land after its death, so decode waits (D3)."""
+    caps = nixl.PLUGIN.caps
+    assert caps is not None
+    assert (caps.revocation, caps.death_fences) == (Revocation.QUARANTINE, False)
+    assert caps.quarantine_s == nixl.LANDS_LATE_S > 0
 
 
 # --- another process ---------------------------------------------------------------------
