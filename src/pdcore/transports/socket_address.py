@@ -26,6 +26,7 @@ UNIX: Final = "unix"
 TCP: Final = "tcp"
 _CODES: Final = {UNIX: 1, TCP: 2}
 _MAX_ADDRESSES: Final = 4
+MAX_PORT: Final = 65535
 #: sun_path holds 108 bytes; the abstract name takes a leading zero.
 _MAX_NAME_BYTES: Final = 107
 

@@ -21,6 +21,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.socket_address import (
+    MAX_PORT,
     TCP,
     UNIX,
     Home,
@@ -245,6 +246,8 @@ class Bind:
             raise TransportError(
                 f"families must be one or both of {UNIX!r} and {TCP!r}, got {self.families!r}"
             )
+        if not 0 <= self.port <= MAX_PORT:
+            raise TransportError(f"port must be 0 (a free one) to {MAX_PORT}, got {self.port}")
 
     def begin(self, me: Identity, loop: Loop) -> None:
         """Listen, and say so in what we tell of ourselves. Idempotent. Raises TransportError."""

@@ -117,7 +117,7 @@ class TorchDistTransport:
     ) -> None:
         limits = _limits(chunk_bytes, stall_timeout_s, connect_timeout_s)
         self.incarnation = incarnation
-        _check_numeric(host)
+        _check_address(host, port)
         self._regions = RegionTable()
         backend_ = make_backend(backend, host, device_index)
         self._hub = Hub()
@@ -226,7 +226,9 @@ def _limits(chunk_bytes: int, stall_timeout_s: float, connect_timeout_s: float) 
         raise TransportError(f"torchdist: {error}") from error
 
 
-def _check_numeric(host: str) -> None:
+def _check_address(host: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise TransportError(f"port must be 0 (a free one) to 65535, got {port}")
     try:
         ipaddress.ip_address(host)
     except ValueError:

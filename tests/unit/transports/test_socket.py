@@ -55,6 +55,13 @@ def test_unknown_families_are_the_users_mistake(families: list[str]) -> None:
         create("socket", US, frobnicate=1)
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 70_000])
+def test_a_port_that_is_none_is_the_users_mistake(port: int) -> None:
+    """70,000 was taken for 4,464, without a word."""
+    with pytest.raises(TransportError, match=rf"port must be 0 .* 65535, got {port}"):
+        SocketTransport(US, port=port)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=has_ipv6)])
 def test_ipv4_and_ipv6_move_bytes(host: str) -> None:
     with Pair(RegistryHarness("socket", families=["tcp"], host=host)) as pair:

@@ -87,6 +87,7 @@ def test_elsewhere_the_reason_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        ({"port": 70_000}, "port must be 0 .* 65535, got 70000"),
         ({"host": "prefill.example"}, "numeric address"),
         ({"host": "192.0.2.1"}, r"192\.0\.2\.1"),
         ({"backend": "nccl"}, "choose one of gloo, hccl"),
