@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import attrs
 import numpy as np
@@ -21,11 +22,29 @@ from pdcore.transports.copy import ByteArray
 from pdcore.transports.shm_segment import available_bytes
 from pdcore.types import LeaseId
 
+_FEW_RANGES: Final = 16
+
 
 @attrs.define
 class _Grant:
     lease: RemoteLease
     revoked: bool = False
+
+
+def is_plainly_sound(lease: RemoteLease, sizes: Mapping[int, int]) -> bool:
+    """Whether a lease of a few ranges is what :func:`check_lease` asks for, told without
+    arrays: a handshake of one run of blocks waits for it. False: ask that one."""
+    for region, ranges in lease.ranges.items():
+        if len(ranges) > _FEW_RANGES or ranges.dtype != np.int64 or ranges.shape[1:] != (2,):
+            return False
+        reach = 0
+        for start, end in ranges.tolist():
+            if not reach <= start < end:
+                return False
+            reach = end
+        if region not in sizes or reach > sizes[region]:
+            return False
+    return True
 
 
 class RegionTable:
@@ -96,7 +115,9 @@ class RegionTable:
         that was used before and not yet released (ids are fresh, rule 1)."""
         if lease.lease in self._grants:
             raise TransportError(f"{lease.lease} is granted already; lease ids are used once")
-        check_lease(lease, self.targets())
+        targets = self.targets()
+        if not is_plainly_sound(lease, targets):
+            check_lease(lease, targets)
         self._grants[lease.lease] = _Grant(lease)
 
     def revoke(self, lease: LeaseId) -> None:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdcore.errors import TransportError
 from pdcore.transports.base import Region, RemoteLease
-from pdcore.transports.regions import RegionTable, zeroed_pages
+from pdcore.transports.check import check_lease
+from pdcore.transports.regions import RegionTable, is_plainly_sound, zeroed_pages
 from pdcore.types import Incarnation, LeaseId
 
 US = Incarnation(b"u" * 16)
@@ -88,6 +91,64 @@ def test_a_lease_is_granted_once() -> None:
     table.release(one.lease)
     table.release(one.lease)
     table.revoke(one.lease)
+
+
+RANGES = st.lists(st.tuples(st.integers(-1, 40), st.integers(-1, 40)), max_size=4)
+
+
+@given(
+    first=st.one_of(RANGES, RANGES.map(sorted)),
+    other=RANGES.map(lambda ranges: sorted((min(r), max(r)) for r in ranges)),
+    dtype=st.sampled_from([np.int64, np.int64, np.int32]),
+)
+def test_a_few_ranges_are_judged_as_many_are(
+    first: list[tuple[int, int]], other: list[tuple[int, int]], dtype: type[np.int64 | np.int32]
+) -> None:
+    """What is told without arrays is what the check with arrays says."""
+    ranges = {
+        region: np.array(found, dtype).reshape(-1, 2)
+        for region, found in ((1, first), (2, other))
+        if found
+    }
+    agree(RemoteLease(LeaseId(US, 1), ranges))
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 32)],
+        [(0, 33)],
+        [(-1, 3)],
+        [(4, 4)],
+        [(0, 8), (8, 16)],
+        [(0, 8), (7, 16)],
+        [(8, 16), (0, 8)],
+        [(0, 2**63 - 1)],
+        [(2 * i, 2 * i + 1) for i in range(16)],
+    ],
+)
+def test_edges_of_a_few_ranges(ranges: list[tuple[int, int]]) -> None:
+    agree(lease(1, 1, *ranges))
+
+
+def test_ranges_of_another_shape_or_region_are_not_plainly_sound() -> None:
+    agree(lease(1, 3, (0, 8)))
+    for shape in ((0,), (2,), (2, 3), (1, 2, 2)):
+        agree(RemoteLease(LeaseId(US, 1), {1: np.ones(shape, np.int64)}))
+
+
+def agree(one: RemoteLease) -> None:
+    sizes = {1: 32, 2: 40}
+    try:
+        check_lease(one, sizes)
+    except TransportError:
+        assert not is_plainly_sound(one, sizes)
+    else:
+        assert is_plainly_sound(one, sizes)
+
+
+def test_many_ranges_are_left_to_the_check() -> None:
+    assert not is_plainly_sound(lease(1, 1, *((2 * i, 2 * i + 1) for i in range(17))), {1: 64})
 
 
 def test_sources_cannot_be_granted() -> None:
