@@ -67,7 +67,7 @@ def test_a_code_fails_its_transfer_alone(fake: ModuleType) -> None:
 
 
 def test_late_bytes_end_before_the_quiesced_mark(fake: ModuleType) -> None:
-    """G2, D58: a failed call's bytes come after it returned. Its handle is failed at once, and
+    """G2: a failed call's bytes come after it returned. Its handle is failed at once, and
     quiesced after the declared time, so the blocks are not reused before."""
     with pair(lands_late_s=0.5) as two:
         assert two.sender.transport.caps.revocation is Revocation.QUARANTINE
@@ -86,7 +86,7 @@ def test_late_bytes_end_before_the_quiesced_mark(fake: ModuleType) -> None:
 
 
 def test_a_call_that_hangs_fails_in_our_time(fake: ModuleType) -> None:
-    """D23: our own time limit above the vendor's; not quiesced before the call is back."""
+    """Our own time limit above the vendor's; not quiesced before the call is back."""
     with pair(stall_timeout_s=0.2) as two:
         fake.FAULTS.hold = threading.Event()
         record = two.sender.record

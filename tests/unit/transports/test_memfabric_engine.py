@@ -230,23 +230,43 @@ def registered(fake: ModuleType, engine: MemFabricEngine) -> dict[int, int]:
     return slices
 
 
-def test_only_whole_pages_are_opened_to_peers(fake: ModuleType) -> None:
-    """D58: the vendor rounds out to 2 MiB, and a neighbour's bytes would be writable with it.
-    Memory elsewhere is a source and no more."""
+def opens_whole_pages_only(fake: ModuleType) -> None:
+    """What the receiver's engine is given for peers is what was meant for them, whatever else
+    is registered."""
     engine = MemFabricEngine(MemFabricOptions())
-    whole, odd = Memory(4096), Memory(4096, off=64)
-    engine.register(whole.base, whole.size)
-    engine.register(odd.base, 4096)
-    engine.address()
-    assert registered(fake, engine) == {whole.base: PAGE_BYTES}
-    for base, size in ((Memory(4096, off=4096).base, PAGE_BYTES), (Memory(4096).base, 4096)):
-        engine.register(base, size)
-        assert list(registered(fake, engine)) == [whole.base]
-        engine.unregister(base, size)
-    engine.unregister(odd.base, 4096)
-    decode = engine._sides["Decode"].engine
-    assert decode.register_memory(odd.base, 4096) == -1
-    engine.close()
+    whole, short, odd = Memory(4096), Memory(4096), Memory(PAGE_BYTES, off=4096)
+    others = [(short.base, 4096), (odd.base, PAGE_BYTES)]
+    try:
+        engine.register(whole.base, whole.size)
+        engine.register(*others[0])
+        engine.address()
+        engine.register(*others[1])
+        assert registered(fake, engine) == {whole.base: PAGE_BYTES}
+        for base, size in others:
+            engine.unregister(base, size)
+        assert registered(fake, engine) == {whole.base: PAGE_BYTES}
+    finally:
+        engine.close()
+
+
+def test_only_whole_pages_are_opened_to_peers(
+    fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D58: the vendor rounds out to 2 MiB, and a neighbour's bytes would be writable with it.
+    Memory elsewhere is a source and no more. The mutant registers all, as the seed does."""
+    opens_whole_pages_only(fake)
+    monkeypatch.setattr(
+        memfabric_engine, "_is_target", lambda base, size_bytes: not base % PAGE_BYTES
+    )
+    with pytest.raises(AssertionError):
+        opens_whole_pages_only(fake)
+
+
+def test_the_vendor_refuses_what_does_not_begin_at_a_page(fake: ModuleType) -> None:
+    engine = fake.TransferEngine()
+    assert engine.initialize("tcp://127.0.0.1", "127.0.0.1", "Decode", 0) == 0
+    assert engine.register_memory(PAGE_BYTES + 64, 4096) == -1
+    engine.destroy()
 
 
 def test_memory_that_is_registered_twice(fake: ModuleType) -> None:
