@@ -134,7 +134,7 @@ def load(name: str) -> TransportPlugin:
                     f"transport: unknown name {name!r}; choose one of {', '.join([AUTO, *names()])}"
                 )
             plugin = entry.load()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError, RuntimeError, SyntaxError) as error:
         raise ConfigError(f"transport {name!r} cannot be imported: {error}") from error
     if not isinstance(plugin, TransportPlugin):
         raise ConfigError(

@@ -21,6 +21,15 @@ broken = TransportPlugin(
 not_a_plugin = "a string"
 
 
+def __getattr__(name: str) -> object:
+    """Packages whose import does not end in an ImportError."""
+    if name == "no_library":
+        raise OSError("libvendor.so.1: cannot open shared object file")
+    if name == "bad_import":
+        raise RuntimeError("no driver")
+    raise AttributeError(name)
+
+
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `entry_points` would find of installed packages."""
@@ -32,6 +41,8 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
             ("broken", here, "broken"),
             ("wrong", here, "not_a_plugin"),
             ("missing", "pdcore_missing_vendor", "PLUGIN"),
+            ("no_library", here, "no_library"),
+            ("bad_import", here, "bad_import"),
         )
     )
     sys.modules.setdefault(here, sys.modules[__name__])
@@ -124,6 +135,19 @@ def test_entry_points() -> None:
         create("broken", US)
     with pytest.raises(ConfigError, match="cannot be imported"):
         create("missing", US)
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize(("name", "why"), [("no_library", "libvendor"), ("bad_import", "driver")])
+def test_a_package_that_cannot_be_imported_in_its_own_way_harms_no_other(
+    name: str, why: str
+) -> None:
+    """A library that ctypes does not find is an OSError, and doctor ended with a traceback."""
+    with pytest.raises(ConfigError, match=f"{name!r} cannot be imported: .*{why}"):
+        create(name, US)
+    reason = available()[name]
+    assert reason is not None
+    assert why in reason
 
 
 def test_importing_the_registry_imports_no_transport() -> None:
