@@ -43,6 +43,7 @@ from pdcore.transports.base import (
     TransportCaps,
     TransportEvent,
 )
+from pdcore.transports.copy import ByteArray
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.engines import Engine, EngineLimits
 from pdcore.transports.onesided_memory import EngineMemory
@@ -194,7 +195,12 @@ class OneSidedTransport:
         left, self._is_stuck = self._sender.close(deadline)
         if self._is_stuck:
             return left
-        self._engine.close()
+        try:
+            self._engine.close()
+        except TransportError as error:
+            left.append(str(error))
+            # Whoever writes to it yet writes to nobody else's.
+            _kept_memory.append(list(self._regions.arrays.values()))
         if not self._side.close(max(_LEAST_S, deadline - time.monotonic())):
             left.append("the thread of the side channel")
         self._regions.clear()
@@ -217,6 +223,8 @@ def _check_open(closed: bool) -> None:
 #: show as the end of its connections; and have none of the vendor's threads.
 _living: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
 _kept_in_child: list[OneSidedTransport] = []
+#: Of engines that could not be closed.
+_kept_memory: list[list[ByteArray]] = []
 
 
 def _abandon_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pdcore.testing.conformance import run_conformance
 from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import pump
+from pdcore.transports import onesided
 from pdcore.transports.base import Revocation
 from pdcore.transports.onesided import caps_of
 from pdcore.transports.onesided_side import SideOptions
@@ -139,6 +141,26 @@ def test_a_thread_that_the_vendor_keeps_is_named_and_says_no_goodbye(
     assert handle in pair.sender.record.quiesced
     pump(pair.receiver, until=lambda: bool(pair.receiver.record.deaths))
     pair.receiver.transport.close()
+
+
+def test_an_engine_that_cannot_be_closed_keeps_its_memory() -> None:
+    """G7: close tells of it, and ends the rest; peers may write to what was registered yet, so it
+    is given to nobody else."""
+
+    class Open(AttachEngine):
+        def close(self) -> None:
+            raise TransportError("peers may still write")
+
+    transport = make(Incarnation(os.urandom(16)), Open())
+    region = transport.allocate(4096)
+    address = np.frombuffer(region.buffer, np.uint8).ctypes.data
+    transport.descriptor()
+    assert transport.close() == ["peers may still write"]
+    assert transport.close() == []
+    del region
+    gc.collect()
+    (kept,) = onesided._kept_memory.pop()
+    assert kept.ctypes.data == address
 
 
 def test_the_engine_forgets_what_is_deregistered(harness: AttachHarness) -> None:
