@@ -25,7 +25,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import ipaddress
-import mmap
 import os
 import socket
 import sys
@@ -33,8 +32,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from typing import Final
-
-import numpy as np
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
@@ -47,7 +44,7 @@ from pdcore.transports.base import (
     TransportEvent,
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
-from pdcore.transports.regions import RegionTable
+from pdcore.transports.regions import RegionTable, zeroed_pages
 from pdcore.transports.registry import TransportPlugin, WorkerPlace
 from pdcore.transports.torchdist_courier import (
     CHUNK_BYTES,
@@ -129,7 +126,7 @@ class TorchDistTransport:
 
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
-        memory = _memory(size_bytes)
+        memory = zeroed_pages(size_bytes)
         with self._hub.lock:
             return self._regions.add(memory, target=True)
 
@@ -236,19 +233,6 @@ def _check_address(host: str, port: int) -> None:
             f"host: {host!r} is not a numeric address; name the one at which peers reach this "
             "machine, such as 10.0.0.5"
         ) from None
-
-
-def _memory(size_bytes: int) -> memoryview:
-    """Zeroed and touched. Raises TransportError when there is not that much."""
-    if size_bytes <= 0:
-        raise TransportError(f"size_bytes must be positive, got {size_bytes}")
-    try:
-        memory = memoryview(bytearray(size_bytes))
-    except (MemoryError, OverflowError):
-        raise TransportError(f"not enough memory for {size_bytes} bytes") from None
-    # The first transfer would pay for the page faults otherwise.
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
-    return memory
 
 
 def _options_at(place: WorkerPlace) -> dict[str, object]:

@@ -19,7 +19,7 @@ from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import Watched, pump, same
 from pdcore.testing.world import World, make_world
-from pdcore.transports import torchdist
+from pdcore.transports import regions, torchdist
 from pdcore.transports.base import Revocation, Transport
 from pdcore.transports.descriptor import decode
 from pdcore.transports.registry import (
@@ -145,6 +145,17 @@ def test_without_descriptors_it_says_so_and_leaves_none_open(count: int) -> None
             link.join(SOON_S)
     before.connect(descriptor)
     assert before.close() == peer.close() == []
+
+
+def test_memory_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is touched: where the kernel promises more than it has, whoever touched it
+    was killed for it."""
+    transport = TorchDistTransport(US)
+    monkeypatch.setattr(regions, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(TransportError, match="not enough memory"):
+        transport.allocate(2 << 20)
+    transport.allocate(1 << 20)
+    assert transport.close() == []
 
 
 def test_ipv6() -> None:
