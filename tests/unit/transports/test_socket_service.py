@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import attrs
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import is_zero, pump, settle
 from pdcore.transports import socket_service, socket_table
 from pdcore.transports.descriptor import decode
+from pdcore.transports.process_proof import ProcessKey
 from pdcore.transports.socket import SocketTransport
 from pdcore.transports.socket_address import Home, decode_home, dial, encode_home, this_origin
 from pdcore.transports.socket_greeting import Identity, greet
@@ -133,6 +135,16 @@ def test_nonsense_ends_that_connection_only(pair: Pair, said: Callable[[], bytes
         sock.sendall(said())
         hung_up(sock)
     assert receiver(pair).counts.peers_dropped == 1
+    still_serves(pair)
+
+
+@pytest.mark.parametrize("pid", [0, (1 << 22) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+def test_a_caller_that_is_no_process_is_refused(pair: Pair, pid: int) -> None:
+    """D58: what is no pid ended the thread that serves everybody, without any secret."""
+    origin = attrs.evolve(this_origin(), process=ProcessKey(pid, 1))
+    me = Identity(STRANGER, encode_home(STRANGER, Home(origin)))
+    with call(pair) as sock, pytest.raises(TransportError):
+        greet(sock, me, receiver(pair).incarnation, (1, 1), time.monotonic() + 5)
     still_serves(pair)
 
 
