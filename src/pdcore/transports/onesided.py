@@ -101,7 +101,7 @@ class OneSidedTransport:
         except TransportError:
             engine.close()
             raise
-        self._sender = Sender(name, engine, self._regions, self._side, options.stall_timeout_s)
+        self._sender = Sender(name, engine, self._regions, self._side, options)
         self._closed = self._is_described = False
         #: Not all of it could be closed.
         self._is_stuck = False

@@ -134,8 +134,10 @@ class Lane:
         more threads."""
         self.link = link
         self._around = around
+        #: Set once the peer's engine was met, or could not be.
+        self.met = threading.Event()
         #: Why it takes no more jobs.
-        self._why: str | None = None
+        self.why: str | None = None
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._is_leaving = self._is_last = False
@@ -152,9 +154,9 @@ class Lane:
     def submit(self, job: Job) -> None:
         """Raises PeerGone when the session is over, TransportError when too much waits."""
         with self._changed:
-            if self._why is not None or not self.link.is_open:
+            if self.why is not None or not self.link.is_open:
                 raise PeerGone(
-                    f"the session is over ({self._why or 'its peer is gone'}): connect again"
+                    f"the session is over ({self.why or 'its peer is gone'}): connect again"
                 )
             half = self.link.half
             unread = half.num_waiting if isinstance(half, Outgoing) else 0
@@ -173,7 +175,7 @@ class Lane:
             for job in self._queue:
                 if job.stop is None:
                     job.stop = status, why
-            self._why = self._why or why
+            self.why = self.why or why
             self._is_leaving = True
             self._changed.notify_all()
 
@@ -202,6 +204,7 @@ class Lane:
             self._around.clock.begin(self, self._expire)
             peer = self._around.engine.open(address)
             self._around.clock.end(self)
+            self.met.set()
             while (job := self._next()) is not None:
                 self._carry(peer, job)
             why = "closed"
@@ -220,7 +223,7 @@ class Lane:
         """Wait for a job; None when there will be none. It stays in the queue."""
         with self._changed:
             while not self._queue:
-                if self._is_leaving or self._why is not None:
+                if self._is_leaving or self.why is not None:
                     return None
                 self._changed.wait()
             return self._queue[0]
@@ -274,7 +277,7 @@ class Lane:
         limit_s = self._around.clock.limit_s
         why = f"the engine did not return for {limit_s:g} s: the peer is stopped, or cut off"
         with self._changed:
-            self._why = self._why or why
+            self.why = self.why or why
             jobs = list(self._queue)
             for job in jobs:
                 job.stop = job.stop or (HandleStatus.FAILED, why)
@@ -283,7 +286,8 @@ class Lane:
     def _finish(self, why: str) -> None:
         """The thread carries no more: end what is left."""
         with self._changed:
-            self._why = self._why or why
+            self.why = self.why or why
+            self.met.set()
             self._tell_failed(list(self._queue), is_first_quiesced=not self.is_in_doubt)
             if not self.is_in_doubt:
                 return
@@ -305,5 +309,5 @@ class Lane:
             job.is_told = True
             if is_quiesced:
                 self._queue.remove(job)
-            status, detail = job.stop or (HandleStatus.FAILED, self._why or "")
+            status, detail = job.stop or (HandleStatus.FAILED, self.why or "")
             self._around.tell(Completion(job.handle, status, is_quiesced, detail))

@@ -17,7 +17,7 @@ from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.engines import Engine
 from pdcore.transports.onesided_chunks import CHUNK_BYTES, base_of, cut, decode_welcome
 from pdcore.transports.onesided_lane import Clock, Job, Lane, Surroundings
-from pdcore.transports.onesided_side import SideChannel, check_notify
+from pdcore.transports.onesided_side import SideChannel, SideOptions, check_notify
 from pdcore.transports.regions import RegionTable
 
 #: Part of ``close`` in which late bytes may land.
@@ -37,14 +37,20 @@ class Sender:
     """Calls come from the owner's thread."""
 
     def __init__(
-        self, name: str, engine: Engine, regions: RegionTable, side: SideChannel, stall_s: float
+        self,
+        name: str,
+        engine: Engine,
+        regions: RegionTable,
+        side: SideChannel,
+        options: SideOptions,
     ) -> None:
         self._regions = regions
         self._side = side
+        self._connect_timeout_s = options.connect_timeout_s
         self._around = Surroundings(
             name,
             engine,
-            Clock(stall_s, f"pdcore-{name}-clock"),
+            Clock(options.stall_timeout_s, f"pdcore-{name}-clock"),
             side.inbox.put,
             side.notify,
             side.hang_up,
@@ -56,8 +62,10 @@ class Sender:
         self._jobs: dict[int, Job] = {}
 
     def connect(self, descriptor: EndpointDescriptor) -> PeerSession:
-        """Raises PeerGone, TransportError."""
+        """Waits until the engine has met the peer's: what it says of one that has stopped since
+        may take long. Raises PeerGone, TransportError."""
         self._reap()
+        deadline = time.monotonic() + self._connect_timeout_s
         session, link = self._side.connect(attrs.evolve(descriptor, transport="socket"))
         try:
             welcome = decode_welcome(link.welcome.extra, link.welcome.regions)
@@ -69,6 +77,11 @@ class Sender:
             self._side.disconnect(session)
             raise TransportError(f"this process is at its limits: {error}") from error
         found = _Session(session, lane, welcome.bases, link.welcome.regions)
+        if not lane.met.wait(max(0.0, deadline - time.monotonic())) or lane.why is not None:
+            why = lane.why or "it did not answer in time: stopped, or overloaded"
+            lane.stop(HandleStatus.FAILED, why)
+            self._leaving.append(found)
+            raise PeerGone(f"the peer's engine cannot be reached: {why}")
         self._sessions[session.session_id] = found
         return session
 

@@ -53,6 +53,7 @@ class Faults:
         default=lambda: WriteFailed("the vendor says -1")
     )
     hang: bool = False
+    hang_at_open: bool = False
     partial: bool = False
     late: bool = False
     release: threading.Event = attrs.field(factory=threading.Event)
@@ -86,6 +87,8 @@ class AttachEngine:
         self.registered.remove((base, size_bytes))
 
     def open(self, address: bytes) -> int:
+        if self.faults.hang_at_open:
+            assert self.faults.release.wait(20)
         if len(address) != _ADDRESS.size:
             raise TransportError("malformed address")
         key = ProcessKey(*_ADDRESS.unpack(address))

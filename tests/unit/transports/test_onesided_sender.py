@@ -119,6 +119,22 @@ def test_a_peer_of_another_engine_is_refused(harness: AttachHarness, pair: Pair)
         pair.sender.transport.connect(other.encode())
 
 
+def test_an_engine_that_cannot_meet_the_peer_refuses_in_time() -> None:
+    """Mooncake: a peer that stops in that moment. Its thread stays until the vendor lets it."""
+    harness = AttachHarness(options=SideOptions(connect_timeout_s=0.2))
+    with Pair(harness) as pair:
+        faults = harness.engines[0].faults
+        faults.hang_at_open = True
+        with pytest.raises(PeerGone, match="did not answer in time"):
+            pair.sender.transport.connect(pair.receiver.transport.descriptor())
+        finish(pair, pair.submit(pair.lease(), pair.batch((0, 0, 64))))
+        faults.release.set()
+        faults.hang_at_open = False
+        harness.engines[1].address = lambda: b"nonsense"  # type: ignore[method-assign]
+        with pytest.raises(PeerGone, match="malformed address"):
+            pair.sender.transport.connect(pair.receiver.transport.descriptor())
+
+
 def test_threads_come_and_go_with_sessions(pair: Pair) -> None:
     before = threading.active_count()
     for _ in range(20):
