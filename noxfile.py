@@ -136,7 +136,8 @@ def property_(session: nox.Session) -> None:
 def oracle(session: nox.Session) -> None:
     """Greedy tokens of pdcore against transformers' with the same dequantised weights."""
     install_full(session, "model,testing,oracle,dev")
-    pytest(session, "tests/oracle", workers=1)
+    env = install_vendors(session)
+    pytest(session, "tests/oracle", workers=1, more_env=env)
 
 
 @nox.session
@@ -154,7 +155,8 @@ def chaos(session: nox.Session) -> None:
     """Whole clusters of real processes while parts of them are killed, stopped, starved and
     restarted, and the late-write harness."""
     install_full(session)
-    pytest(session, "tests/chaos", workers=1)
+    env = install_vendors(session)
+    pytest(session, "tests/chaos", workers=1, more_env=env)
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""The model across two hosts, KV over sockets: what transformers says."""
+"""The model across two hosts, KV over sockets and over NIXL: what transformers says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdcore.transports import registry
 from tests.oracle.test_cluster import GOLDENS, run
 from tests.scenarios.hosts import WHY_NOT, Deployment, two_hosts
 from tests.scenarios.processes import fetch, until
@@ -14,9 +15,17 @@ from tests.scenarios.processes import fetch, until
 pytestmark = [pytest.mark.oracle, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
-def test_prompts_across_two_hosts(tmp_path: Path) -> None:
+#: UCX would copy from process to process here, past the cable.
+ENV = {"socket": {}, "nixl": {"UCX_TLS": "tcp"}}
+
+
+@pytest.mark.parametrize("transport", ENV)
+def test_prompts_across_two_hosts(tmp_path: Path, transport: str) -> None:
+    why_not = registry.presence(transport).reason
+    if why_not is not None:
+        pytest.skip(f"{transport}: {why_not}")
     with two_hosts() as (a, b):
-        pair = Deployment(a, b, tmp_path)
+        pair = Deployment(a, b, tmp_path, transport=transport, env=ENV[transport])
         try:
 
             def is_up() -> bool:

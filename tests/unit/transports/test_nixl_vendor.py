@@ -20,6 +20,7 @@ LIMIT_S = 30.0
 
 
 def test_a_missing_wheel_is_said_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R76: with what to install beside it (the plugin's remedy)."""
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     assert nixl_vendor.why_unavailable() == "nixl_cu12 is not installed"
     with pytest.raises(TransportError, match="nixl_cu12 cannot be imported"):
