@@ -47,6 +47,14 @@ MINIMUM_CAPS: Final[dict[str, dict[str, Collection[object]]]] = {
         "death_fences": (True,),
     },
     # Over a vendor's engine of one-sided writes whose late bytes nobody can call back.
+    "mooncake": {
+        "one_sided": (True,),
+        "native_notify": (True,),
+        "revocation": (Revocation.QUARANTINE,),
+        "submit_blocks": (False,),
+        "detects_peer_death": (True,),
+        "cross_host": (True,),
+    },
     "memfabric": {
         "one_sided": (True,),
         "native_notify": (True,),

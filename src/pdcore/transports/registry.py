@@ -29,6 +29,7 @@ AUTO_ORDER: Final = ("shm",)
 _BUILT_IN: Final[dict[str, str]] = {
     "loopback": "pdcore.transports.loopback",
     "memfabric": "pdcore.transports.memfabric",
+    "mooncake": "pdcore.transports.mooncake",
     "nixl": "pdcore.transports.nixl",
     "shm": "pdcore.transports.shm",
     "socket": "pdcore.transports.socket",
