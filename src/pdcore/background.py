@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 #: time, and an idle thread is used before a new one starts, so most of them never exist.
 MAX_THREADS: Final = 32
 
+#: Calculations at once. They fill cores, one each, and neither wait for a call that hangs nor
+#: take its threads: hundreds of long prompts may arrive together.
+MAX_COMPUTING: Final = 4
+
 #: ``failed(error)``: the event that answers for a call that raised.
 FailedCall = Callable[[BaseException], Event]
 
@@ -31,6 +35,8 @@ class BackgroundCalls(Protocol):
     """What the loop needs; simulations answer inline instead of from a thread."""
 
     def run(self, call: Callable[[], Event], failed: FailedCall) -> None: ...
+
+    def compute(self, call: Callable[[], Event], failed: FailedCall) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -42,10 +48,11 @@ class BackgroundCalls(Protocol):
 
 
 class Background:
-    """``run`` from the loop's thread, ``wake`` from any."""
+    """``run`` and ``compute`` from the loop's thread, ``wake`` from any."""
 
-    def __init__(self, num_threads: int = MAX_THREADS) -> None:
+    def __init__(self, num_threads: int = MAX_THREADS, num_computing: int = MAX_COMPUTING) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="pdcore-background")
+        self._computing = ThreadPoolExecutor(num_computing, thread_name_prefix="pdcore-computing")
         self._events: deque[Event] = deque()
         # A socketpair works wherever Python does; eventfd would be Linux only.
         self._reader, self._writer = socket.socketpair()
@@ -59,9 +66,11 @@ class Background:
     def run(self, call: Callable[[], Event], failed: FailedCall) -> None:
         """Call it in a thread. Every call is answered by one event, whatever it raises:
         somebody waits for the answer, and a lost one would be waited for for ever."""
-        if not self._is_closed:
-            future = self._pool.submit(call)
-            future.add_done_callback(lambda done: self._finish(done, failed))
+        self._submit(self._pool, call, failed)
+
+    def compute(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        """As :meth:`run`, for what works instead of waiting: first come, first served."""
+        self._submit(self._computing, call, failed)
 
     def wake(self) -> None:
         """Make the loop look at its inputs. A full pipe is a wake-up already pending."""
@@ -88,8 +97,16 @@ class Background:
             return
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._computing.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
         self._writer.close()
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, call: Callable[[], Event], failed: FailedCall
+    ) -> None:
+        if not self._is_closed:
+            future = pool.submit(call)
+            future.add_done_callback(lambda done: self._finish(done, failed))
 
     def _finish(self, done: Future[Event], failed: FailedCall) -> None:
         """In the thread of the call, or in ``close`` for one that never started."""

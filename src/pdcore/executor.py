@@ -42,7 +42,7 @@ from pdcore.fsm.effects import (
     VerifyBlocks,
 )
 from pdcore.fsm.events import (
-    BlocksVerified,
+    BlocksSummed,
     ConnectFailed,
     Event,
     HandleEnded,
@@ -50,9 +50,10 @@ from pdcore.fsm.events import (
     PeerLost,
     TopologyFetched,
 )
-from pdcore.kv.checksums import ByteArray, first_difference, sum_blocks
+from pdcore.kv.checksums import ByteArray
 from pdcore.scheduler.consensus import Consensus
 from pdcore.scheduler.setup import CoreSetup
+from pdcore.summing import Summed, Summing
 from pdcore.transports.base import (
     Completion,
     HandleStatus,
@@ -104,8 +105,8 @@ class Executor:
         self.consensus = consensus
         self.background = background
         self.fetch_route = fetch_route
-        self.memory = {} if memory is None else memory
         self._sessions: dict[Incarnation, PeerSession] = {}
+        self.summing = Summing({} if memory is None else memory, background)
         self._handles = _Handles()
         self._lives = _Lives()
         self._unreachable = _Unreachable()
@@ -145,15 +146,30 @@ class Executor:
             # A Notification is a wake-up only: STATUS Done is the completion (rule 5).
         return events
 
+    def answers(self) -> list[Event]:
+        """Of background calls. A transfer that waited for its checksums is posted now."""
+        events: list[Event] = []
+        for event in self.background.poll():
+            if isinstance(event, BlocksSummed):
+                events.extend(self._post_summed(event))
+            else:
+                events.append(event)
+        return events
+
     # --- inside -------------------------------------------------------------------------
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         match effect:
             case PostTransfer():
-                return self._post(effect)
+                if effect.sums is None:
+                    return self._post(effect, None)
+                self.summing.take(effect, effect.sums)
             case ConnectPeer():
                 return self._open(effect)
             case CancelTransfer():
+                if self.summing.cancel(effect.handle):
+                    why = failure("transfer_failed", "cancelled before anything was written")
+                    return [HandleEnded(effect.handle, True, why)]
                 handle = self._handles.posted.get(effect.handle)
                 if handle is not None:
                     self.transport.cancel(handle)
@@ -167,7 +183,7 @@ class Executor:
             case FetchTopology():
                 self._fetch(effect.bootstrap)
             case VerifyBlocks():
-                self._verify(effect)
+                self.summing.verify(effect)
             case FencePeer():
                 return self._fence(effect.peer)
             case ForgetPeer():
@@ -184,24 +200,16 @@ class Executor:
 
         self.background.run(lambda: self.fetch_route(bootstrap), failed)
 
-    def _verify(self, effect: VerifyBlocks) -> None:
-        memory = self.memory
+    def _post_summed(self, event: BlocksSummed) -> list[Event]:
+        effect = self.summing.taken(event)
+        if effect is None:
+            return []
+        if event.problem:
+            why = failure("transfer_failed", event.problem)
+            return [HandleEnded(effect.handle, True, why)]
+        return self._post(effect, (effect.start_token + effect.num_tokens, event.sums))
 
-        def found(problem: str) -> BlocksVerified:
-            return BlocksVerified(effect.key, effect.lease, effect.rank, problem)
-
-        def verify() -> BlocksVerified:
-            ours = b"".join(sum_blocks(plan, memory) for plan in effect.plans)
-            return found(first_difference(effect.plans, ours, effect.sums))
-
-        def failed(error: BaseException) -> BlocksVerified:
-            return found(f"comparing raised {type(error).__name__}: {error}")
-
-        self.background.run(verify, failed)
-
-    def _post(self, effect: PostTransfer) -> list[Event]:
-        # Before the first byte leaves: what is wrong from then on will be noticed.
-        sums = None if effect.sums is None else sum_blocks(effect.sums, self.memory)
+    def _post(self, effect: PostTransfer, summed: Summed | None) -> list[Event]:
         try:
             session = self._session(effect.peer, effect.endpoint)
             handle = self.transport.submit(
@@ -214,7 +222,6 @@ class Executor:
                 self._disconnect(effect.peer.incarnation)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
-        summed = None if sums is None else (effect.start_token + effect.num_tokens, sums)
         self._handles.add(handle, effect.handle, summed)
         return []
 
@@ -282,10 +289,6 @@ class Executor:
         for data in encode_frames(frame):
             if not self.channel.send(peer.address, data):
                 log.debug("control channel refused a frame to %s; it is resent", peer.address)
-
-
-#: (one past the last token, checksums) of a transfer.
-Summed = tuple[int, bytes]
 
 
 class _Handles:

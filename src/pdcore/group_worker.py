@@ -264,7 +264,7 @@ class GroupWorker(Worker):
 
     def _receive(self, now: float) -> None:
         """As the base, but what the leader sent arrives with a round, on all ranks."""
-        for event in self.background.poll():
+        for event in self.executor.answers():
             self.core.handle_event(event, now)
         self._round.messages.extend(self.ports.leader.receive())
         for data in self.ports.channel.receive():

@@ -182,7 +182,7 @@ class Worker:
     def close(self, timeout_s: float = 5.0) -> list[str]:
         """Release transport, channel, runner; returns what had to be left behind."""
         self.background.close()
-        self.executor.memory.clear()
+        self.executor.summing.memory.clear()
         left = self.ports.transport.close(timeout_s)
         self.ports.channel.close()
         self.runner.shutdown()
@@ -193,7 +193,7 @@ class Worker:
     def _receive(self, now: float) -> None:
         # Takes the wake-ups, so it comes first: a message that is put while we look at the
         # other inputs has its own wake-up left and is not slept on (D46).
-        for event in self.background.poll():
+        for event in self.executor.answers():
             self.core.handle_event(event, now)
         for message in self.ports.leader.receive():
             self._handle_leader(message, now)

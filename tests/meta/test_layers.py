@@ -68,6 +68,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "pdcore.group_worker",
         "pdcore.executor",
         "pdcore.background",
+        "pdcore.summing",
         "pdcore.assembly",
         "pdcore.local",
         "pdcore.system_clock",

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pdcore.background import Background
+from pdcore.background import MAX_COMPUTING, MAX_THREADS, Background
 from pdcore.control.messages import Stop
 from pdcore.errors import failure
 from pdcore.fsm.events import Event, TopologyFetched
@@ -214,3 +214,43 @@ def test_the_mutant_with_two_threads_is_caught() -> None:
     with pytest.raises(AssertionError):
         # However long one waits: its threads are all held.
         check_hung_calls_hold_up_nobody(Background(num_threads=2), 0.05)
+
+
+def check_work_and_waiting_do_not_meet(background: Background, patience_s: float) -> None:
+    """As many hung calls as there are threads for them, and still what only works is answered;
+    then hundreds of long calculations, and a route is fetched all the same."""
+    gate = threading.Event()
+
+    def hang() -> Event:
+        gate.wait(PATIENCE_S)
+        return answer("hung")
+
+    try:
+        for _ in range(MAX_THREADS):
+            background.run(hang, failed)
+        background.compute(lambda: answer("summed"), failed)
+        assert next_events(background, patience_s=patience_s) == [answer("summed")]
+        gate.set()
+        next_events(background, MAX_THREADS)
+        gate.clear()
+        for _ in range(200):
+            background.compute(hang, failed)
+        background.run(lambda: answer("fetched"), failed)
+        assert next_events(background, patience_s=patience_s) == [answer("fetched")]
+        names = [t.name for t in threading.enumerate() if t.name.startswith("pdcore-computing")]
+        assert len(names) <= MAX_COMPUTING
+    finally:
+        gate.set()
+        background.close()
+
+
+def test_calculations_have_few_threads_of_their_own() -> None:
+    """Prompts that arrive together would take a core each, or wait behind silent servers."""
+    check_work_and_waiting_do_not_meet(Background(), PATIENCE_S)
+
+
+def test_the_mutant_with_threads_for_both_is_caught() -> None:
+    background = Background()
+    vars(background)["compute"] = background.run
+    with pytest.raises(AssertionError):
+        check_work_and_waiting_do_not_meet(background, 0.05)

@@ -53,8 +53,10 @@ from pdcore.fsm.events import (
     TopologyFetched,
     VotesReduced,
 )
-from pdcore.kv.checksums import SumGroup, SumPlan, sum_blocks
+from pdcore.kv.checksums import LegPart, LegSums
+from pdcore.kv.layout import place_entries
 from pdcore.kv.plan import WriteBatch
+from pdcore.kv.spec import KVCacheEntry, KVCacheSpec
 from pdcore.scheduler.consensus import LocalConsensus
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.testing.world import InlineBackground
@@ -546,15 +548,20 @@ class HeldBackground:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[[], Event], FailedCall]] = []
+        self.answers: list[Event] = []
 
     def run(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        self.calls.append((call, failed))
+
+    def compute(self, call: Callable[[], Event], failed: FailedCall) -> None:
         self.calls.append((call, failed))
 
     def wake(self) -> None:
         return None
 
     def poll(self) -> list[Event]:
-        return []
+        found, self.answers = self.answers, []
+        return found
 
     def fileno(self) -> int | None:
         return None
@@ -589,30 +596,102 @@ def test_d28_a_route_is_asked_for_in_the_background(make_pair) -> None:
 # --- checksums --------------------------------------------------------------------------
 
 
-def summing(pair: Pair) -> SumPlan:
-    """Of the 64 bytes that :meth:`Pair.post` moves."""
-    pair.executor.memory[1] = pair.executor.transport._endpoint.regions.arrays[1]
-    return SumPlan((SumGroup("full", [0], (1,), np.array([[[0, 64, 1, 64]]], np.int64)),))
+def summing(pair: Pair) -> LegPart:
+    """Of the 64 bytes that :meth:`Pair.post` moves, with one cut per block of 4 tokens."""
+    pair.executor.summing.memory[1] = pair.executor.transport._endpoint.regions.arrays[1]
+    entry = KVCacheEntry("k", "full", "uint8", 4, 1, 1, 16)
+    spec = KVCacheSpec((entry,))
+    place, _ = place_entries(spec, 4, region=1)
+    blocks = {"full": [0]}
+    return LegPart(LegSums(spec, place, spec, True), blocks, {"full": [1]}, ((0, 4),), (0, 1))
+
+
+def to_be_summed(pair: Pair, handle: int) -> PostTransfer:
+    return msgspec.structs.replace(pair.post(handle), sums=summing(pair))
+
+
+EXPECTED = zlib.crc32(bytes(range(64))).to_bytes(4, "little")
 
 
 def test_checksums_are_taken_before_the_first_byte_leaves_and_come_with_the_end(make_pair) -> None:
     """Issue 4.7: once, when nothing of the transfer can land any more."""
     pair = make_pair(stepped=True)
-    effect = msgspec.structs.replace(pair.post(41), sums=summing(pair))
-    assert pair.run(effect) == []
-    expected = zlib.crc32(bytes(range(64))).to_bytes(4, "little")
-    pair.executor.memory[1][:] = 0
+    assert pair.run(to_be_summed(pair, 41)) == []
+    assert pair.executor.answers() == []
+    pair.executor.summing.memory[1][:] = 0
     pair.fabric.run()
-    assert pair.executor.poll() == [HandleEnded(41, True, None, (4, expected))]
+    assert pair.executor.poll() == [HandleEnded(41, True, None, (4, EXPECTED))]
+
+
+def check_summing_is_off_the_loop(pair: Pair, background: HeldBackground) -> None:
+    """A gigabyte took the loop a second, in which it answered no heartbeat: carrying out the
+    effect reads nothing, and writes nothing that is not summed."""
+    effect = to_be_summed(pair, 41)
+    memory = pair.executor.summing.memory.pop(1)
+    assert pair.run(effect) == []
+    assert pair.executor.answers() == []
+    pair.executor.summing.memory[1] = memory
+    assert len(background.calls) == 1
+    ((call, _),) = background.calls
+    assert pair.executor.poll() == []
+    background.answers.append(call())
+    assert pair.executor.answers() == []
+    assert pair.executor.poll() == [HandleEnded(41, True, None, (4, EXPECTED))]
+
+
+def test_d24_prefill_sums_off_the_loop(make_pair) -> None:
+    """D24, rule 6."""
+    background = HeldBackground()
+    check_summing_is_off_the_loop(make_pair(background=background), background)
+
+
+def test_d24_summing_on_the_loop_is_noticed(make_pair) -> None:
+    """The mutant: calls are made where they are asked for."""
+    background = HeldBackground()
+    vars(background)["compute"] = lambda call, failed: background.answers.append(call())
+    with pytest.raises((AssertionError, KeyError)):
+        check_summing_is_off_the_loop(make_pair(background=background), background)
+
+
+def test_a_transfer_that_is_cancelled_before_it_is_summed_writes_nothing(make_pair) -> None:
+    """Rule 9: its handle ends once, and the late answer finds nobody."""
+    background = HeldBackground()
+    pair = make_pair(background=background)
+    pair.run(to_be_summed(pair, 41))
+    (event,) = pair.run(CancelTransfer(41))
+    assert (event.handle, event.quiesced, event.failure.code) == (41, True, "transfer_failed")
+    assert pair.run(CancelTransfer(41)) == []
+    ((call, _),) = background.calls
+    background.answers.append(call())
+    assert pair.executor.answers() == []
+    assert pair.executor.poll() == []
+    assert not pair.decode._endpoint.regions.arrays[1].any()
+    assert len(pair.executor.summing) == len(pair.executor._handles) == 0
+
+
+def test_checksums_that_cannot_be_taken_fail_their_transfer(make_pair) -> None:
+    pair = make_pair(background=(background := HeldBackground()))
+    pair.run(to_be_summed(pair, 41))
+    ((_, failed),) = background.calls
+    background.answers.append(failed(KeyError(1)))
+    (event,) = pair.executor.answers()
+    assert (event.handle, event.quiesced) == (41, True)
+    assert event.failure.detail == "taking checksums raised KeyError: 1"
+
+
+def test_answers_of_other_calls_are_passed_on(make_pair) -> None:
+    pair = make_pair()
+    pair.run(FetchTopology("a:1"))
+    assert pair.executor.answers() == [route_missing("a:1")]
 
 
 def test_comparing_is_off_the_tick_and_says_what_is_wrong(make_pair) -> None:
     pair = make_pair()
-    plan = summing(pair)
-    right = sum_blocks(plan, pair.executor.memory)
+    part = summing(pair)._replace(dst_blocks={"full": [1]})
+    right = part.sums(pair.executor.summing.memory)
     for sums, problem in ((right, ""), (b"9999", "the KV of 1 of 1 checked parts")):
-        assert pair.run(VerifyBlocks(KEY, LEASE, 3, (plan,), sums)) == []
-        (event,) = pair.executor.background.poll()
+        assert pair.run(VerifyBlocks(KEY, LEASE, 3, part, sums)) == []
+        (event,) = pair.executor.answers()
         assert isinstance(event, BlocksVerified)
         assert (event.key, event.lease, event.rank) == (KEY, LEASE, 3)
         assert event.problem.startswith(problem)
@@ -623,9 +702,9 @@ def test_memory_that_is_gone_is_an_answer_too(make_pair) -> None:
     """A worker closes while its threads compare: somebody waits for their event."""
     background = Background()
     pair = make_pair(background=background)
-    plan = summing(pair)
-    pair.executor.memory.clear()
-    pair.run(VerifyBlocks(KEY, LEASE, 3, (plan,), b"9999"))
+    part = summing(pair)
+    pair.executor.summing.memory.clear()
+    pair.run(VerifyBlocks(KEY, LEASE, 3, part, b"9999"))
     assert select.select([background], [], [], 20.0)[0]
     (event,) = background.poll()
     background.close()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdcore.control.messages import PeerMessage
-from pdcore.kv.checksums import SumPlan
+from pdcore.kv.checksums import LegPart
 from pdcore.kv.plan import Int64Array, WriteBatch
 from pdcore.types import Failure, FinishReason, LeaseId, PeerRef, RoomKey
 
@@ -31,7 +31,8 @@ class SendMessage(Effect, frozen=True, gc=False):
 class PostTransfer(Effect, frozen=True, gc=False):
     """Write this request's KV into the leased blocks of one decode rank. The entity says
     which tokens; the core fills ``batches``, ``ranges`` and, where decode asked for it, ``sums``
-    before the shell sees it. The checksums come back with ``HandleEnded``."""
+    before the shell sees it. Those are taken off the tick and before anything is written, and
+    come back with ``HandleEnded``."""
 
     handle: int
     key: RoomKey
@@ -42,17 +43,17 @@ class PostTransfer(Effect, frozen=True, gc=False):
     endpoint: bytes = b""
     batches: tuple[WriteBatch, ...] = ()
     ranges: dict[int, Int64Array] = {}
-    sums: SumPlan | None = None
+    sums: LegPart | None = None
 
 
 class VerifyBlocks(Effect, frozen=True, gc=False):
     """Decode: sum what one prefill rank has written under this lease, off the tick, and
-    compare; answered by ``BlocksVerified``. ``plans``: of its transfers, in order."""
+    compare with ``sums``; answered by ``BlocksVerified``. ``part``: all of its transfers."""
 
     key: RoomKey
     lease: LeaseId
     rank: int
-    plans: tuple[SumPlan, ...]
+    part: LegPart
     sums: bytes
 
 

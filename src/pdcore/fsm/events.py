@@ -35,6 +35,15 @@ class HandleEnded(Event, frozen=True, gc=False):
     summed: tuple[int, bytes] | None = None
 
 
+class BlocksSummed(Event, frozen=True, gc=False):
+    """Prefill: the checksums that the transfer of this handle waited for; the shell posts it
+    now, and no core sees this. ``problem``: they could not be taken."""
+
+    handle: int
+    sums: bytes
+    problem: str = ""
+
+
 class BlocksVerified(Event, frozen=True, gc=False):
     """Decode: what ``VerifyBlocks`` found wrong, or ""."""
 

@@ -20,7 +20,7 @@ right bytes in a wrong place would be noticed too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -36,6 +36,8 @@ ByteArray = NDArray[np.uint8]
 
 #: Bytes of one checksum.
 SUM_BYTES: Final = 4
+#: Cuts whose places become Python's integers at once: that keeps every other thread waiting.
+_CUTS_AT_ONCE: Final = 64
 
 
 class SumGroup(NamedTuple):
@@ -185,6 +187,27 @@ class LegSums:
 leg_sums = lru_cache(maxsize=256)(LegSums)
 
 
+class LegPart(NamedTuple):
+    """Transfers of one leg, by what they are planned from. A plan takes milliseconds, and a leg
+    of early sends has hundreds: whoever sums, off the loop, plans as well. Nobody changes the
+    tables any more."""
+
+    legs: LegSums
+    own_blocks: Mapping[str, Sequence[int]]
+    dst_blocks: Mapping[str, Sequence[int]]
+    #: First and one past the last token of each transfer, in order.
+    transfers: tuple[tuple[int, int], ...]
+    share: Share
+
+    def plans(self) -> Iterator[SumPlan]:
+        for tokens in self.transfers:
+            yield self.legs.plan(self.own_blocks, self.dst_blocks, tokens, self.share)
+
+    def sums(self, memory: Mapping[int, ByteArray]) -> bytes:
+        """Of all of them, in order; ``memory`` as :func:`sum_blocks` has it."""
+        return b"".join(sum_blocks(plan, memory) for plan in self.plans())
+
+
 def _column(
     entry: KVCacheEntry, region: int, offset: int, stride: int, start: int, length: int
 ) -> _Column:
@@ -221,16 +244,21 @@ def sum_blocks(plan: SumPlan, memory: Mapping[int, ByteArray]) -> bytes:
     sums: list[int] = []
     for group in plan.groups:
         arrays = [memory[region] for region in group.regions]
-        for cut in group.pieces.tolist():
-            crc = 0
-            for array, (at, width, rows, step) in zip(arrays, cut, strict=True):
-                if rows == 1:
-                    crc = zlib.crc32(array[at : at + width].data, crc)
-                else:
-                    view = np.ndarray((rows, width), np.uint8, array, at, (step, 1))
-                    crc = zlib.crc32(np.ascontiguousarray(view).data, crc)
-            sums.append(crc)
+        for first in range(0, len(group.pieces), _CUTS_AT_ONCE):
+            part = group.pieces[first : first + _CUTS_AT_ONCE].tolist()
+            sums.extend(_sum_cut(arrays, cut) for cut in part)
     return np.array(sums, "<u4").tobytes()
+
+
+def _sum_cut(arrays: Sequence[ByteArray], pieces: Sequence[Sequence[int]]) -> int:
+    crc = 0
+    for array, (at, width, rows, step) in zip(arrays, pieces, strict=True):
+        if rows == 1:
+            crc = zlib.crc32(array[at : at + width].data, crc)
+        else:
+            view = np.ndarray((rows, width), np.uint8, array, at, (step, 1))
+            crc = zlib.crc32(np.ascontiguousarray(view).data, crc)
+    return crc
 
 
 def first_difference(plans: Sequence[SumPlan], ours: bytes, theirs: bytes) -> str:

@@ -15,7 +15,7 @@ from pdcore.control.codec import unpack_block_ids
 from pdcore.control.messages import Handshake
 from pdcore.errors import PdcoreError
 from pdcore.fsm.effects import PostTransfer
-from pdcore.kv.checksums import leg_sums
+from pdcore.kv.checksums import LegPart, leg_sums
 from pdcore.kv.plan import WHOLE, lease_ranges, plan_blocks
 from pdcore.kv.reblock import Share
 from pdcore.scheduler.setup import CoreSetup, Destination
@@ -57,7 +57,9 @@ def fill_transfer(
         )
         if destination.is_summed:
             legs = leg_sums(setup.spec, setup.placement, destination.spec, True)
-            sums = legs.plan(source_blocks, target_blocks, tokens, _share(setup))
+            # A copy: the sequence goes on changing its own.
+            own_blocks = {key: tuple(ids) for key, ids in source_blocks.items()}
+            sums = LegPart(legs, own_blocks, target_blocks, (tokens,), _share(setup))
         ranges = lease_ranges(destination.placement, destination.spec, target_blocks)
     except (PdcoreError, ValueError) as error:
         raise PlanError(str(error)) from error

@@ -12,8 +12,6 @@ peer says is believed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pdcore.control.codec import unpack_block_ids
 from pdcore.control.messages import Route
 from pdcore.errors import CodecError, IncompatibleError, failure
@@ -22,7 +20,7 @@ from pdcore.fsm.events import BlocksVerified
 from pdcore.fsm.receiver import Receiver
 from pdcore.fsm.states import ReceiverState
 from pdcore.fsm.targets import StatusFrom
-from pdcore.kv.checksums import SumPlan, leg_sums
+from pdcore.kv.checksums import LegPart, leg_sums
 from pdcore.kv.layout import held_by
 from pdcore.kv.metadata import MetadataRecord, decode_record
 from pdcore.kv.reblock import Share
@@ -69,12 +67,12 @@ class Verification:
         except CodecError:
             return None  # the receiver will say so
         try:
-            plans = self._plans(setup, receiver, rank, record)
+            part = self._part(setup, receiver, rank, record)
         except IncompatibleError as error:
             self._done.add(rank)
             return failure("corrupted", f"integrity: {error}")
         self._held[rank] = payload
-        return VerifyBlocks(receiver.key, receiver.lease, rank, plans, record.sums)
+        return VerifyBlocks(receiver.key, receiver.lease, rank, part, record.sums)
 
     def end(self, event: BlocksVerified) -> StatusFrom | None:
         """The Done that was held back; None for an answer nobody waits for."""
@@ -83,9 +81,9 @@ class Verification:
             self._done.add(event.rank)
         return held
 
-    def _plans(
+    def _part(
         self, setup: CoreSetup, receiver: Receiver, rank: int, record: MetadataRecord
-    ) -> tuple[SumPlan, ...]:
+    ) -> LegPart:
         ends = record.sent_until
         if not ends or ends[-1] != receiver.num_tokens:
             raise IncompatibleError(
@@ -98,10 +96,8 @@ class Verification:
         legs = leg_sums(setup.spec, setup.placement, spec, False)
         packed = receiver.admission.handshake.blocks
         blocks = {key: unpack_block_ids(data) for key, data in packed.items()}
-        starts: Sequence[int] = (0, *ends[:-1])
-        return tuple(
-            legs.plan(blocks, blocks, tokens, share) for tokens in zip(starts, ends, strict=True)
-        )
+        transfers = tuple(zip((0, *ends[:-1]), ends, strict=True))
+        return LegPart(legs, blocks, blocks, transfers, share)
 
 
 def source_of(setup: CoreSetup, route: Route, rank: int) -> tuple[KVCacheSpec, Share]:

@@ -105,6 +105,9 @@ class SimBackground:
         """An error of the call itself is a bug of the world and ends it."""
         self._loop.create_task(self._answer(call))
 
+    def compute(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        self.run(call, failed)
+
     async def _answer(self, call: Callable[[], Event]) -> None:
         event = await self._http.run(call)
         self._events.append(event)

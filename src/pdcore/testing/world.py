@@ -309,6 +309,9 @@ class InlineBackground:
         """An error here is the test's own and propagates."""
         self._events.append(call())
 
+    def compute(self, call: Callable[[], Event], failed: FailedCall) -> None:
+        self.run(call, failed)
+
     def wake(self) -> None:
         return None
 

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 
-from pdcore.kv.checksums import LegSums, SumPlan, first_difference, leg_sums, sum_blocks
+from pdcore.kv.checksums import LegPart, LegSums, SumPlan, first_difference, leg_sums, sum_blocks
 from pdcore.kv.layout import place_entries, resharded
 from pdcore.kv.spec import HEAD_MAJOR, KVCacheEntry, KVCacheSpec
 
@@ -97,6 +97,17 @@ def test_other_blocks_are_summed_by_rows_of_the_prompt() -> None:
     )
     assert here.groups[0].tokens == cuts.groups[0].tokens
     assert plan(leg_sums(SPEC, PLACE, six, True), [1, 2], (4, 4)).num_sums == 0
+
+
+def test_transfers_of_a_leg_are_summed_one_after_the_other() -> None:
+    """Also in steps: a long one makes Python's integers of few cuts at a time."""
+    legs = leg_sums(SPEC, PLACE, SPEC, False)
+    tables = {"full": [1 + i % 7 for i in range(200)]}
+    part = LegPart(legs, tables, tables, ((0, 8), (8, 800)), (0, 1))
+    plans = list(part.plans())
+    assert [p.num_sums for p in plans] == [2, 198]
+    expected = [crc(block(SPEC, 0, b), block(SPEC, 1, b)) for b in tables["full"]]
+    assert list(np.frombuffer(part.sums(MEMORY), "<u4")) == expected
 
 
 def test_of_ranks_that_hold_copies_only_the_one_that_writes_sums() -> None:

@@ -65,7 +65,7 @@ def test_a_done_is_compared_once_and_goes_on_with_the_answer() -> None:
     tell(core, PREFILL, message, 0.0)
     (effect,) = [e for e in tick(core, 0.0) if isinstance(e, VerifyBlocks)]
     assert (effect.key, effect.lease, effect.rank, effect.sums) == (key, lease, 0, b"sums")
-    assert [plan.groups[0].tokens for plan in effect.plans] == [[0], [4, 8]]
+    assert [plan.groups[0].tokens for plan in effect.part.plans()] == [[0], [4, 8]]
     tell(core, PREFILL, message, 0.1)
     assert tick(core, 0.1) == []
     core.handle_event(BlocksVerified(key, lease, 0, ""), 0.2)
