@@ -241,7 +241,7 @@ def _fail_write(cluster: Cluster, fault: Fault) -> None:
 
 
 def _corrupt(cluster: Cluster, fault: Fault) -> None:
-    """One byte of the next transfer of every rank of an instance arrives wrong."""
+    """One byte of the next transfer of every rank arrives wrong."""
     for rank in cluster.ranks():
         faults = cluster.site.fabric.faults(rank.incarnation)
         faults.corrupt_next, faults.corrupt_byte = True, int(fault.amount * (1 << 30))
