@@ -18,7 +18,7 @@ TCP or RDMA. What it really does (1.5.1, measured with two processes) and what i
   come as pickles, and are never taken from a peer;
 - an agent's name is what a peer is known by, and is new with each process life;
 - its progress thread never sleeps as its Python wrapper starts it, a core's worth of looking:
-  it is started so that it does, and transfers are none the slower.
+  it is started so that it does; a tiny write over TCP may take a millisecond for it.
 """
 
 from __future__ import annotations
