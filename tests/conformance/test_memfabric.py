@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.1.0", "1.3.0"])
+@pytest.mark.parametrize("version", ["1.0.0", "1.1.2", "1.3.0"])
 def test_memfabric_on_a_stand_in(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R76: one version of each interface; with one store for all, or each receiver's own."""
     with vendor(version, monkeypatch) as module:

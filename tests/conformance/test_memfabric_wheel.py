@@ -78,7 +78,7 @@ def test_the_stand_in_has_the_interface_of_the_wheel() -> None:
 
 def test_a_changed_interface_is_found() -> None:
     """The comparison itself: another version of the stand-in differs."""
-    other = "1.0.0" if version("memfabric-hybrid") != "1.0.0" else "1.3.0"
+    other = "1.0.0" if version("memfabric-hybrid") == "1.3.0" else "1.3.0"
     program = (
         "import importlib\n"
         f"os.environ['FAKE_MEMFABRIC_VERSION'] = {other!r}\n"

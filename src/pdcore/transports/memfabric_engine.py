@@ -7,7 +7,7 @@ notification, no cancel, no status and no sign of a peer's death; all of that is
 - an engine is "Prefill" and writes, or "Decode" and is written to. A process of pdcore may be
   both, so there are two: Prefill from the start, so that a machine where the library cannot
   work is refused at once and not at the first request; Decode once a peer asks for us;
-- ``register_memory`` answers 0 even where ``initialize`` failed (1.1.6 and newer), so only the
+- ``register_memory`` answers 0 even where ``initialize`` failed (1.1.3 and newer), so only the
   answer of ``initialize`` counts;
 - it rounds what is registered out to pages of 2 MiB, and would open a neighbour's memory to
   peers: what does not begin at one is never registered for writing, only as a source;
@@ -59,7 +59,7 @@ REMEDY: Final = (
 class MemFabricOptions:
     """``host``: the numeric IPv4 address at which peers reach this machine; ``device_id``: its
     NPU; ``data_op_type``: SDMA, DEVICE_RDMA or another one that the installed version has;
-    ``store_url`` and ``creates_store``: R14, for versions before 1.1.6 only; ``nic``: from 1.3.0
+    ``store_url`` and ``creates_store``: R14, for versions before 1.1.3 only; ``nic``: from 1.3.0
     on. ``start_timeout_s`` bounds the wait for the store, ``settle_timeout_s`` how long a write
     waits for its sender to have heard of the receiver's memory; ``lands_late_s``: how long bytes
     of a failed call may go on landing (nothing the vendor says bounds it)."""

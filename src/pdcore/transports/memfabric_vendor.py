@@ -1,14 +1,14 @@
 """Which memfabric package is here, and how its version wants to be spoken to.
 
-Its interface changed under one name (every wheel on PyPI was looked at; ``DIALECTS`` in
+Its interface changed under one name (every wheel on PyPI was looked at;
 docs/transports.md has the table). Two things decide, and both can be told from the signature of
 ``initialize`` without calling anything:
 
-- **shared store** (mf_adapter 1.0.0, memfabric_hybrid 1.0.0 to 1.1.0): all engines meet in one
+- **shared store** (mf_adapter 1.0.0, memfabric_hybrid before 1.1.3): all engines meet in one
   config store at ``store_url``, which one process of the service must have started (R14), and
   an engine gives itself a session name beforehand. ``get_rpc_port`` then takes a free port
-  for it: an int in 1.0.0, the text "port_pid" in 1.0.5 and 1.1.0, and another one at each call;
-- **own store** (1.1.6 and newer, ``store_server_role``): every receiver serves its own store,
+  for it: an int up to 1.0.3, the text "port_pid" from 1.0.4, and another one at each call;
+- **own store** (1.1.3 and newer, ``store_server_role``): every receiver serves its own store,
   ``store_url`` says no more than its protocol, and ``get_rpc_port`` is 0 until ``initialize``
   returned. A session name made before that ends in ":0", and reaches nobody.
 """
@@ -264,6 +264,6 @@ def _parse(url: str) -> tuple[str, int]:
     if found is None or not 0 < int(found[2]) <= 65535:
         raise TransportError(
             f"store_url: must be tcp:// and a numeric IPv4 address and port, such as "
-            f"tcp://10.0.0.5:10002, got {url!r}; memfabric-hybrid 1.1.6 and newer need none"
+            f"tcp://10.0.0.5:10002, got {url!r}; memfabric-hybrid 1.1.3 and newer need none"
         )
     return found[1], int(found[2])

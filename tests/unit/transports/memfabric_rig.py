@@ -18,7 +18,19 @@ from pdcore.transports import memfabric_vendor
 from pdcore.transports.memfabric_engine import PAGE_BYTES, MemFabricEngine, MemFabricOptions
 
 VENDORS = Path(__file__).resolve().parents[2] / "vendors"
-VERSIONS = ("1.0.0", "1.0.5", "1.1.0", "1.1.6", "1.2.1", "1.3.0")
+#: The first and last of each interface.
+VERSIONS = (
+    "1.0.0",
+    "1.0.3",
+    "1.0.4",
+    "1.0.8",
+    "1.1.0",
+    "1.1.2",
+    "1.1.3",
+    "1.1.6",
+    "1.2.0",
+    "1.3.0",
+)
 
 
 @contextlib.contextmanager
@@ -27,7 +39,7 @@ def vendor(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
     name = "mf_adapter" if version == "mf_adapter" else "memfabric_hybrid"
     folder = "mf_adapter" if version == "mf_adapter" else "memfabric"
     with monkeypatch.context() as patch:
-        patch.setenv("FAKE_MEMFABRIC_VERSION", version)
+        patch.setenv("FAKE_MEMFABRIC_VERSION", "1.0.0" if version == "mf_adapter" else version)
         patch.syspath_prepend(str(VENDORS / folder))
         # Whatever else is installed.
         patch.setattr(memfabric_vendor, "PACKAGES", {name: f"the stand-in of {name}"})
@@ -47,9 +59,14 @@ def free_port() -> int:
         return port
 
 
+def has_shared_store(version: str) -> bool:
+    """One config store for all engines, which somebody starts."""
+    return version == "mf_adapter" or version < "1.1.3"
+
+
 def options(version: str, **more: Any) -> MemFabricOptions:
     """With a store where the version needs one."""
-    if version in ("1.0.0", "1.0.5", "1.1.0", "mf_adapter"):
+    if has_shared_store(version):
         more = {"store_url": f"tcp://127.0.0.1:{free_port()}", "creates_store": True} | more
     return MemFabricOptions(**{"settle_timeout_s": 0.0} | more)
 

@@ -68,7 +68,7 @@ def reaches_somebody(session: str) -> None:
 
 
 def test_a_session_is_named_when_its_port_is_known(fake: ModuleType) -> None:
-    """R75: since 1.1.6 ``get_rpc_port`` is 0 until ``initialize`` returned."""
+    """R75: since 1.1.3 ``get_rpc_port`` is 0 until ``initialize`` returned."""
     reaches_somebody(named_by_pdcore(fake.TransferEngine, "127.0.0.1"))
     with pytest.raises(AssertionError):
         reaches_somebody(named_before(fake.TransferEngine, "127.0.0.1"))
@@ -88,7 +88,7 @@ def test_a_port_that_is_none_is_refused(
 
 
 def test_port_and_process_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.0.5 and 1.1.0 say "port_pid", and take another port at each call: it is asked once."""
+    """1.0.4 to 1.1.2 say "port_pid", and take another port at each call: it is asked once."""
     with vendor("1.0.5", monkeypatch), Pair("1.0.5") as pair:
         session = pair.receiver.address().decode().split(" ")[1]
         assert session.endswith(f"_{os.getpid()}")
@@ -98,7 +98,7 @@ def test_port_and_process_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optional_arguments_only_where_the_version_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``nic`` came with 1.3.0; ``store_server_role`` with 1.1.6, as the engine needs it."""
+    """``nic`` came with 1.3.0; ``store_server_role`` with 1.1.3, as the engine needs it."""
     with vendor("1.3.0", monkeypatch), Pair("1.3.0", nic="eth0") as pair:
         pair.write((0, 0, 8))
     with (

@@ -25,17 +25,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-VERSION = os.environ.get("FAKE_MEMFABRIC_VERSION", "1.3.0")
+VERSION = tuple(int(part) for part in os.environ.get("FAKE_MEMFABRIC_VERSION", "1.3.0").split("."))
 if __name__ == "mf_adapter":
-    VERSION = "mf_adapter 1.0.0"
+    VERSION = (1, 0, 0)
 PAGE = 2 << 20
 INVALID = -2000
 FAILED = -1
-SHARED_STORE = ("mf_adapter 1.0.0", "1.0.0", "1.0.5", "1.1.0")
+HAS_SHARED_STORE = VERSION < (1, 1, 3)
+#: "port_pid".
+SAYS_PROCESS = (1, 0, 4) <= VERSION < (1, 1, 3)
 OP_TYPES = {"SDMA": 1, "DEVICE_RDMA": 8}
-if VERSION in ("1.2.1", "1.3.0"):
+if VERSION >= (1, 2, 0):
     OP_TYPES |= {"DEVICE_URMA": 64, "DEVICE_UBOE": 128}
-if VERSION == "1.3.0":
+if VERSION >= (1, 3, 0):
     OP_TYPES["HOST_RDMA"] = 2
 
 TransDataOpType = enum.IntEnum(
@@ -224,7 +226,7 @@ class _Engine:
         if FAULTS.start_code:
             return FAULTS.start_code
         self._role, self._session = role, session_id
-        if VERSION in SHARED_STORE:
+        if HAS_SHARED_STORE:
             where = _endpoint(store_url.removeprefix("tcp://"))
             if where is None or _endpoint(session_id) is None:
                 return INVALID
@@ -250,9 +252,9 @@ class _Engine:
     def _get_rpc_port(self) -> object:
         if FAULTS.port is not None:
             return FAULTS.port
-        if VERSION in ("1.0.5", "1.1.0"):
+        if SAYS_PROCESS:
             return f"{_free_port()}_{os.getpid()}"
-        return _free_port() if VERSION in SHARED_STORE else self._port
+        return _free_port() if HAS_SHARED_STORE else self._port
 
     def _publish(self) -> None:
         if self._role != "Decode":
@@ -266,7 +268,7 @@ class _Engine:
 
     def _register_memory(self, buffer_addr: int, capacity: int) -> int:
         if not self._is_started:
-            return FAILED if VERSION in SHARED_STORE else 0
+            return FAILED if HAS_SHARED_STORE else 0
         if FAULTS.register_code:
             return FAULTS.register_code
         if self._role != "Decode":
@@ -288,7 +290,7 @@ class _Engine:
 
     def _unregister_memory(self, buffer_addr: int) -> int:
         if not self._is_started:
-            return FAILED if VERSION in SHARED_STORE else 0
+            return FAILED if HAS_SHARED_STORE else 0
         if self._role != "Decode":
             return 0
         with self._lock:
@@ -329,7 +331,7 @@ class _Engine:
 
     def _link_to(self, session: str) -> Link:
         with self._lock:
-            key = "" if VERSION in SHARED_STORE else session
+            key = "" if HAS_SHARED_STORE else session
             if key not in self._links:
                 where = _endpoint(session)
                 if where is None:
@@ -362,7 +364,7 @@ class _Engine:
     def _destroy(self) -> None:
         if FAULTS.hold_destroy is not None:
             FAULTS.hold_destroy.wait(60.0)
-        if self._role == "Decode" and VERSION in SHARED_STORE:
+        if self._role == "Decode" and HAS_SHARED_STORE:
             with contextlib.suppress(OSError, KeyError):
                 self._links[""].ask(drop=self._session)
         if self._store is not None:
@@ -379,7 +381,7 @@ class _Engine:
 
 _INT = "typing.SupportsInt"
 _INTS = "collections.abc.Sequence[typing.SupportsInt]"
-_FLAGS = [] if VERSION in ("mf_adapter 1.0.0", "1.0.0", "1.0.5") else [("flags", _INT, 0)]
+_FLAGS = [("flags", _INT, 0)] if VERSION >= (1, 1, 0) else []
 _INITIALIZE: list[tuple[object, ...]] = [
     ("store_url", "str"),
     ("session_id", "str"),
@@ -387,11 +389,11 @@ _INITIALIZE: list[tuple[object, ...]] = [
     ("device_id", _INT),
     ("data_op_type", "_pymf_transfer.TransDataOpType", TransDataOpType.SDMA),
 ]
-if VERSION not in SHARED_STORE:
+if not HAS_SHARED_STORE:
     _INITIALIZE.append(("store_server_role", "str", "Decode"))
-if VERSION == "1.3.0":
+if VERSION >= (1, 3, 0):
     _INITIALIZE.append(("nic", "str", ""))
-_PORT = "str" if VERSION in ("1.0.5", "1.1.0") else "int"
+_PORT = "str" if SAYS_PROCESS else "int"
 _ADDRESS = ("buffer_addr", _INT)
 
 _METHODS: dict[str, tuple[Callable[..., object], str, list[tuple[object, ...]]]] = {
