@@ -160,8 +160,10 @@ class OneSidedTransport:
         self._regions.grant(lease)
 
     def revoke(self, lease: LeaseId) -> bool:
-        """Only the sender can tell when nothing of it lands any more."""
+        """Senders are asked to stop. Only they can tell when nothing of it lands any more."""
         self._regions.revoke(lease)
+        if not self._closed:
+            self._side.revoke(lease)
         return False
 
     def release(self, lease: LeaseId) -> None:

@@ -258,8 +258,11 @@ class Lane:
         self.is_in_doubt = False
 
     def _stop_of(self, job: Job) -> Stop | None:
+        half = self.link.half
         if job.stop is None and not self.link.is_open:
             job.stop = HandleStatus.FAILED, "the peer is gone, or cannot be reached"
+        elif job.stop is None and isinstance(half, Outgoing) and job.lease in half.revoked:
+            job.stop = HandleStatus.FAILED, "the receiver revoked the lease"
         return job.stop
 
     def _end(self, job: Job, stop: Stop) -> None:

@@ -117,6 +117,10 @@ class SideChannel:
             self._loop.resume()
         return told
 
+    def revoke(self, lease: LeaseId) -> None:
+        """Ask every sender to stop; when they have, only they can say."""
+        self._loop.settle(lease, tell_senders=True)
+
     def close(self, timeout_s: float) -> bool:
         """Say goodbye for our whole incarnation; False when the thread did not end in time."""
         self._sender.close()

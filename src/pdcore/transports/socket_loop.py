@@ -39,7 +39,7 @@ from pdcore.transports.socket_outgoing import Ended, Job, Outgoing
 from pdcore.transports.socket_poller import Barrier, Poller
 from pdcore.transports.socket_porch import Porch
 from pdcore.transports.socket_service import Service
-from pdcore.transports.socket_wire import Kind, pack
+from pdcore.transports.socket_wire import Kind, pack, pack_revoke
 from pdcore.types import LeaseId
 
 #: How often what waits for too long is looked for, while anything could.
@@ -118,9 +118,20 @@ class Loop:
             lambda: self._leave(link, Kind.DISCONNECT, (HandleStatus.FAILED, "disconnected"))
         )
 
-    def settle(self, lease: LeaseId) -> None:
+    def settle(self, lease: LeaseId, *, tell_senders: bool = False) -> None:
         """Returns when no byte is on its way into that lease any more; it must not be granted
-        any more. Waits for one step at most, and only if that lease has it."""
+        any more. Waits for one step at most, and only if that lease has it. ``tell_senders``:
+        who places bytes by himself hears of it."""
+
+        def tell() -> None:
+            for link in self._book.links:
+                if isinstance(link.half, Incoming):
+                    link.half.replies.append(pack_revoke(lease))
+                    self._service.send(link)
+                    self._book.links.refresh(link)
+
+        if tell_senders and self._thread is not None:
+            self._call(tell)
         if self._service.placing.lease == lease and self._thread is not None:
             barrier = Barrier(self._thread)
             self._call(barrier.reach)

@@ -38,6 +38,8 @@ from pdcore.types import LeaseId
 _ROWS_AT_ONCE: Final = 4 * MAX_PIECES
 #: Transfers that a session may have at once; a submit that would exceed it is refused.
 MAX_JOBS: Final = 4096
+#: Revoked leases remembered for each session; the oldest go first.
+MAX_REVOKED: Final = 4096
 
 
 @attrs.define(eq=False)
@@ -108,9 +110,11 @@ def _write(
 
 
 class Outgoing:
-    """Used by the transport's thread only, but for ``num_waiting``."""
+    """Used by the transport's thread only, but for ``num_waiting``, and to look into
+    ``revoked``: leases that the receiver wants back."""
 
     def __init__(self) -> None:
+        self.revoked: OrderedDict[LeaseId, None] = OrderedDict()
         self._jobs: deque[Job] = deque()
         self._awaiting: OrderedDict[int, Job] = OrderedDict()
         #: Said after the last transfer: BYE or DISCONNECT.
@@ -134,6 +138,11 @@ class Outgoing:
 
     def add(self, job: Job) -> None:
         self._jobs.append(job)
+
+    def note_revoked(self, lease: LeaseId) -> None:
+        self.revoked[lease] = None
+        if len(self.revoked) > MAX_REVOKED:
+            self.revoked.popitem(last=False)
 
     def say_farewell(self, kind: Kind, stop: tuple[HandleStatus, str]) -> None:
         """Stop all transfers and end the conversation after them. Idempotent; BYE stands."""

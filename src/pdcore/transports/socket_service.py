@@ -24,7 +24,7 @@ from pdcore.transports.socket_links import Link, NoteCame
 from pdcore.transports.socket_outgoing import Outgoing
 from pdcore.transports.socket_reader import FrameReader
 from pdcore.transports.socket_vector import Vector
-from pdcore.transports.socket_wire import FROM_SENDER, Kind, unpack_answer
+from pdcore.transports.socket_wire import FROM_SENDER, Kind, unpack_answer, unpack_revoke
 from pdcore.transports.socket_witness import open_proof
 
 #: A caller that has not been welcomed is dropped after this long.
@@ -190,6 +190,8 @@ class Service:
             self._greet(link, half, kind, body)
         elif kind is Kind.BYE:
             self._book.said_bye(link)
+        elif isinstance(half, Outgoing) and kind is Kind.REVOKE:
+            half.note_revoked(unpack_revoke(body))
         elif isinstance(half, Outgoing):
             ended = half.answered(kind, unpack_answer(body))
             if ended is not None:

@@ -8,7 +8,8 @@ kernel puts them where they belong.
 Opening: HELLO, CHALLENGE, PROOF, WELCOME (or REFUSED, in place of either answer; or STALE:
 the life that HELLO means is not, or not any more, at this address). Then the
 sender writes WRITE and END, the receiver answers every END with one ACK and may REJECT
-before. Either side ends with BYE (this incarnation closes its transport), the sender also
+before; it may REVOKE a lease, so that a sender whose bytes it does not place itself stops.
+Either side ends with BYE (this incarnation closes its transport), the sender also
 with DISCONNECT (this session).
 """
 
@@ -47,6 +48,7 @@ _CHALLENGE: Final = struct.Struct("<B32s")
 _WRITE: Final = struct.Struct("<Q16sqII")
 _END: Final = struct.Struct("<Q16sqBB")
 _ANSWER: Final = struct.Struct("<QB")
+_LEASE: Final = struct.Struct("<16sq")
 _COUNT: Final = struct.Struct("<I")
 _REGION: Final = struct.Struct("<IQ")
 _PIECE_BYTES: Final = 16
@@ -65,6 +67,7 @@ class Kind(enum.IntEnum):
     DISCONNECT = 10
     BYE = 11
     STALE = 12
+    REVOKE = 13
 
 
 #: A peer that announces more is not one of us: its connection ends.
@@ -81,9 +84,10 @@ MAX_BODY: Final[dict[Kind, int]] = {
     Kind.DISCONNECT: 0,
     Kind.BYE: 0,
     Kind.STALE: 0,
+    Kind.REVOKE: _LEASE.size,
 }
 FROM_SENDER: Final = frozenset({Kind.WRITE, Kind.END, Kind.DISCONNECT, Kind.BYE})
-FROM_RECEIVER: Final = frozenset({Kind.REJECT, Kind.ACK, Kind.BYE})
+FROM_RECEIVER: Final = frozenset({Kind.REJECT, Kind.ACK, Kind.REVOKE, Kind.BYE})
 
 
 @attrs.frozen
@@ -257,3 +261,15 @@ def unpack_answer(body: bytes) -> Answer:
         raise TransportError("truncated answer")
     handle, placed = _ANSWER.unpack_from(body)
     return Answer(handle, bool(placed), body[_ANSWER.size :].decode(errors="replace"))
+
+
+def pack_revoke(lease: LeaseId) -> bytes:
+    return pack(Kind.REVOKE, _LEASE.pack(*lease))
+
+
+def unpack_revoke(body: bytes) -> LeaseId:
+    """Raises TransportError."""
+    if len(body) != _LEASE.size:
+        raise TransportError("truncated REVOKE frame")
+    incarnation, counter = _LEASE.unpack(body)
+    return LeaseId(Incarnation(incarnation), counter)

@@ -262,6 +262,22 @@ def test_a_lost_side_channel_ends_transfers(bench: Bench) -> None:
         bench.submit(2, (0, 8))
 
 
+def test_a_revoked_lease_is_written_no_more(bench: Bench) -> None:
+    """The receiver asks; that it has been heard is the quiesced mark."""
+    bench.faults.hang = True
+    bench.submit(1, (0, 8), (8, 8), notify=b"never")
+    assert bench.faults.entered.wait(SOON_S)
+    half = bench.link.half
+    assert isinstance(half, Outgoing)
+    half.note_revoked(LEASE)
+    bench.faults.release.set()
+    assert "revoked" in expect(bench, 1, FAILED)
+    bench.submit(2, (0, 8))
+    expect(bench, 2, FAILED)
+    assert bench.faults.calls == [(1, 8)]
+    assert bench.notes == []
+
+
 def test_a_queue_is_bounded(bench: Bench) -> None:
     bench.faults.hang = True
     for handle in range(MAX_JOBS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 
 import attrs
@@ -16,6 +17,7 @@ from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.onesided_side import SideChannel, SideOptions, check_notify
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.socket_links import NoteCame, Told
+from pdcore.transports.socket_outgoing import Outgoing
 from pdcore.transports.socket_wire import MAX_PAYLOAD_BYTES
 from pdcore.types import Incarnation, LeaseId
 
@@ -91,6 +93,22 @@ def test_what_was_said_before_hanging_up_arrives(ends: tuple[End, End]) -> None:
     one.side.hang_up(link)
     two.wait(lambda: bool(two.told))
     assert two.told == [NoteCame(one.incarnation, lease, b"last")]
+
+
+def test_senders_hear_of_a_revoked_lease(ends: tuple[End, End]) -> None:
+    one, two = ends
+    lease = LeaseId(two.incarnation, 7)
+    two.side.revoke(lease)
+    two.side.listen()
+    _, link = one.side.connect(two.descriptor())
+    two.side.revoke(lease)
+    half = link.half
+    assert isinstance(half, Outgoing)
+    deadline = time.monotonic() + 20
+    while lease not in half.revoked:
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.001)
+    assert two.told == []
 
 
 def test_closing_says_that_nothing_of_this_life_lands_any_more() -> None:

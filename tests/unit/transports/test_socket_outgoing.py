@@ -12,7 +12,7 @@ from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import HandleStatus, RemoteLease
 from pdcore.transports.check import plan_copies
 from pdcore.transports.copy import copy_steps
-from pdcore.transports.socket_outgoing import Ended, Job, Outgoing, write_frames
+from pdcore.transports.socket_outgoing import MAX_REVOKED, Ended, Job, Outgoing, write_frames
 from pdcore.transports.socket_vector import Vector
 from pdcore.transports.socket_wire import (
     HEAD,
@@ -214,3 +214,11 @@ def test_farewell_comes_last() -> None:
     assert unpack_head(text(half.next_frame()[0]))[0] is Kind.BYE
     assert half.is_over
     assert half.next_frame() == (None, None)
+
+
+def test_revoked_leases_are_remembered_and_bounded() -> None:
+    half = Outgoing()
+    for counter in range(MAX_REVOKED + 1):
+        half.note_revoked(LeaseId(Incarnation(b"r" * 16), counter))
+    assert len(half.revoked) == MAX_REVOKED
+    assert LeaseId(Incarnation(b"r" * 16), 0) not in half.revoked

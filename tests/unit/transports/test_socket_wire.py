@@ -52,6 +52,13 @@ def test_welcome(regions: dict[int, int], extra: bytes) -> None:
     assert (found.regions, found.mac, found.extra) == (regions, mac, extra)
 
 
+@given(leases)
+def test_revoke(lease: LeaseId) -> None:
+    frame = wire.pack_revoke(lease)
+    assert wire.unpack_head(frame[: wire.HEAD.size]) == (Kind.REVOKE, 24)
+    assert wire.unpack_revoke(frame[wire.HEAD.size :]) == lease
+
+
 pieces = st.lists(
     st.tuples(st.integers(0, MAX_REGION_BYTES), st.integers(1, 1000)), min_size=1, max_size=40
 )
@@ -86,6 +93,7 @@ UNPACK = (
     wire.unpack_hello,
     wire.unpack_challenge,
     wire.unpack_welcome,
+    wire.unpack_revoke,
     wire.unpack_write,
     wire.unpack_end,
     wire.unpack_answer,
