@@ -146,8 +146,10 @@ def conformance(session: nox.Session) -> None:
     vendors' among them; ends with the table of capabilities and checks."""
     install_full(session)
     env = install_vendors(session)
-    # By test, not by file: one file holds most of them, and the longest takes a minute.
-    pytest(session, "tests/conformance", dist="worksteal", more_env=env)
+    # By test, not by file: one file holds most of them. The longest takes a minute, and several
+    # on a busy machine, where peers import PyTorch at every start.
+    patience = ("-o", "faulthandler_timeout=480")
+    pytest(session, "tests/conformance", *patience, dist="worksteal", more_env=env)
 
 
 @nox.session

@@ -33,7 +33,7 @@ from pdcore.transports.registry import load
 from pdcore.types import Incarnation, LeaseId
 
 #: Longest wait for an answer of a peer process; a hang is a failed check, not a stuck one.
-PEER_TIMEOUT_S = 20.0
+PEER_TIMEOUT_S = 60.0
 
 
 class RemotePeer(Protocol):
