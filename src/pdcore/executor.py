@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
+import msgspec
+
 from pdcore.background import BackgroundCalls
 from pdcore.control.base import ControlChannel
 from pdcore.control.codec import decode_endpoint, encode_frames
@@ -139,7 +141,8 @@ class Executor:
                 events.extend(self._completed(event))
             elif isinstance(event, PeerDied):
                 self._sessions.pop(event.incarnation, None)
-                if event.fenced and (address := self._lives.end(event.incarnation)) is not None:
+                address = self._lives.end(event.incarnation, event.fenced)
+                if address is not None:
                     # Its successor listens elsewhere: a socket for each life would stay.
                     self.channel.forget(address)
                 events.append(PeerLost(event.incarnation, event.fenced, event.detail))
@@ -205,8 +208,7 @@ class Executor:
         if effect is None:
             return []
         if event.problem:
-            why = failure("transfer_failed", event.problem)
-            return [HandleEnded(effect.handle, True, why)]
+            return [HandleEnded(effect.handle, True, failure("transfer_failed", event.problem))]
         return self._post(effect, (effect.start_token + effect.num_tokens, event.sums))
 
     def _post(self, effect: PostTransfer, summed: Summed | None) -> list[Event]:
@@ -235,8 +237,7 @@ class Executor:
 
     def _session(self, peer: PeerRef, descriptor: bytes) -> PeerSession:
         """A session belongs to one incarnation: no reconnect by address (rule 7)."""
-        known = self._sessions.get(peer.incarnation)
-        if known is not None:
+        if (known := self._sessions.get(peer.incarnation)) is not None:
             return known
         try:
             endpoint = decode_endpoint(descriptor)
@@ -272,7 +273,7 @@ class Executor:
         """Prefill: destroy the session, its handles end. Decode: only a death that the
         transport saw and that fences counts; anything else keeps the blocks out."""
         self._disconnect(peer.incarnation)
-        if self._lives.is_over(peer.incarnation):
+        if self._lives.is_fenced(peer.incarnation):
             return [PeerLost(peer.incarnation, True, "its process is gone")]
         return []
 
@@ -286,9 +287,21 @@ class Executor:
             return
         me = self.setup.me
         frame = Frame(me.instance, me.rank, me.incarnation, me.address, peer.incarnation, messages)
-        for data in encode_frames(frame):
+        for data in _frames_of(frame):
             if not self.channel.send(peer.address, data):
                 log.debug("control channel refused a frame to %s; it is resent", peer.address)
+
+
+def _frames_of(frame: Frame) -> list[bytes]:
+    """Without a message that no frame holds: only its own request ends, by its deadline (D45)."""
+    try:
+        return encode_frames(frame)
+    except CodecError as error:
+        if len(frame.messages) == 1:
+            log.error("cannot be sent: %s, %s", type(frame.messages[0]).__name__, error)
+            return []
+    alone = (msgspec.structs.replace(frame, messages=[one]) for one in frame.messages)
+    return [data for one in alone for data in _frames_of(one)]
 
 
 class _Handles:
@@ -319,11 +332,12 @@ class _Lives:
     over hears nothing, so nothing is sent: that would open a socket to nobody."""
 
     def __init__(self) -> None:
-        self._over: OrderedDict[Incarnation, None] = OrderedDict()
+        #: Those that are over -> nothing of them can land any more.
+        self._over: OrderedDict[Incarnation, bool] = OrderedDict()
         self._addresses: OrderedDict[Incarnation, str] = OrderedDict()
 
-    def is_over(self, incarnation: Incarnation) -> bool:
-        return incarnation in self._over
+    def is_fenced(self, incarnation: Incarnation) -> bool:
+        return self._over.get(incarnation, False)
 
     def speak_to(self, peer: PeerRef) -> bool:
         """False: it is over."""
@@ -334,9 +348,9 @@ class _Lives:
             _trim(self._addresses)
         return True
 
-    def end(self, incarnation: Incarnation) -> str | None:
-        """Dead and fenced. The address where nobody else lives now, if it was spoken to."""
-        self._over[incarnation] = None
+    def end(self, incarnation: Incarnation, fenced: bool) -> str | None:
+        """Dead. The address where nobody else lives now, if it was spoken to."""
+        self._over[incarnation] = fenced or self.is_fenced(incarnation)
         _trim(self._over)
         address = self._addresses.pop(incarnation, None)
         return None if address in self._addresses.values() else address
@@ -348,8 +362,7 @@ def _trim(lives: OrderedDict[Incarnation, V]) -> None:
 
 
 class _Unreachable:
-    """Process lives that could not be connected to a moment ago. ``now`` is set by who
-    calls: nothing here reads a clock."""
+    """Process lives that could not be connected to. ``now`` is set by who calls: no clock here."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdcore import executor as executor_module
 from pdcore.background import Background, FailedCall
-from pdcore.control.codec import decode_frame
+from pdcore.control.codec import decode_frame, encode_frames
 from pdcore.control.messages import (
     Accepted,
     Finished,
@@ -20,10 +21,12 @@ from pdcore.control.messages import (
     Grant,
     Heartbeat,
     HeartbeatAck,
+    Status,
+    StatusKind,
     Tokens,
     WorkerMessage,
 )
-from pdcore.errors import TransportError, failure
+from pdcore.errors import CodecError, TransportError, failure
 from pdcore.executor import MAX_LIVES, MAX_UNREACHABLE, Executor, to_leader
 from pdcore.fsm.effects import (
     CancelTransfer,
@@ -508,9 +511,22 @@ def test_a_dead_life_leaves_no_socket(make_pair) -> None:
 def test_the_check_fails_on_sockets_that_stay(make_pair) -> None:
     """The mutant: only the transport's session ends with the peer."""
     pair = make_pair(stepped=True)
-    pair.executor._lives.end = lambda incarnation: None
+    pair.executor._lives.end = lambda incarnation, fenced: None
     with pytest.raises(AssertionError):
         check_a_dead_life_leaves_no_socket(pair)
+
+
+def test_a_death_that_fences_nothing_leaves_no_socket_either(make_pair) -> None:
+    """QUARANTINE transports never fence: the process is gone all the same."""
+    pair = make_pair()
+    pair.run(SendMessage(DECODE, Heartbeat(1)))
+    pair.executor.transport.poll = lambda: [PeerDied(DECODE.incarnation, False)]
+    pair.executor.poll()
+    assert pair.channel.forgotten == [DECODE.address]
+    assert pair.run(FencePeer(DECODE)) == []
+    pair.executor.transport.poll = lambda: [PeerDied(DECODE.incarnation, True)]
+    pair.executor.poll()
+    assert len(pair.run(FencePeer(DECODE))) == 1
 
 
 def test_a_death_leaves_the_socket_of_another_life_at_the_same_address(make_pair) -> None:
@@ -538,6 +554,28 @@ def test_lives_remembered_are_bounded(make_pair) -> None:
 )
 def test_only_a_transport_that_enforces_answers_a_revoke(make_pair, revocation, events) -> None:
     assert make_pair(revocation=revocation).run(RevokeLease(LEASE)) == events
+
+
+def check_a_message_for_no_frame(pair: Pair) -> None:
+    """Checksums of a million blocks and more: one Done of 5 MB between two others."""
+    huge = Status(KEY, LEASE, StatusKind.DONE, Nonce(PREFILL.incarnation, 1), None, bytes(5 << 20))
+    pair.run(*(SendMessage(DECODE, one) for one in (Heartbeat(1), huge, Heartbeat(2))))
+    assert [m for _, f in pair.channel.frames for m in f.messages] == [Heartbeat(1), Heartbeat(2)]
+
+
+def test_d45_a_message_that_no_frame_holds_ends_no_loop(
+    make_pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D45: nothing that a request brings ends the loop, nor takes others' messages along."""
+    check_a_message_for_no_frame(make_pair())
+    assert "cannot be sent: Status, rank frame of 5243010 bytes exceeds" in caplog.text
+
+
+def test_d45_a_frame_that_raises_is_noticed(make_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: the encoder's word is final."""
+    monkeypatch.setattr(executor_module, "_frames_of", encode_frames)
+    with pytest.raises(CodecError):
+        check_a_message_for_no_frame(make_pair())
 
 
 # --- background calls -------------------------------------------------------------------
