@@ -3,18 +3,16 @@ bytes move between processes, through the interface of the version named."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from pdcore.testing.conformance import run_conformance
 from pdcore.testing.transport_harness import RegistryHarness
 from tests.conformance.test_transports import passes
-from tests.unit.transports.memfabric_rig import free_port, vendor
+from tests.unit.transports.memfabric_rig import free_port, vendor, why_unmoved
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="memfabric is Linux"),
+    pytest.mark.skipif(why_unmoved() is not None, reason=str(why_unmoved())),
 ]
 
 

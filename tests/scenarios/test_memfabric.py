@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,9 @@ from pdcore.server.client import Origin
 from tests.meta.source import ROOT
 from tests.scenarios.processes import Program
 from tests.scenarios.test_socket import ask
+from tests.unit.transports.memfabric_rig import why_unmoved
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfabric is Linux")
+pytestmark = pytest.mark.skipif(why_unmoved() is not None, reason=str(why_unmoved()))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,16 @@ def vendor(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
         finally:
             module.end_stores()
             del sys.modules[name]
+
+
+def why_unmoved() -> str | None:
+    """Why the stand-in cannot write to other processes here, or None."""
+    if sys.platform != "linux":
+        return "process_vm_writev is Linux"
+    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if yama.exists() and int(yama.read_text()) > 1 and os.geteuid() != 0:
+        return f"{yama} keeps processes out of each other"
+    return None
 
 
 def free_port() -> int:

@@ -192,6 +192,8 @@ _libc.process_vm_writev.argtypes = (
     [ctypes.c_int] + [ctypes.c_void_p, ctypes.c_ulong] * 2 + [ctypes.c_ulong]
 )
 _IOVECS = 1024
+#: prctl: any process of ours may write to us, where Yama would let only our parents.
+_PR_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def _move(pid: int, local: np.ndarray, remote: np.ndarray, lengths: np.ndarray) -> bool:
@@ -259,6 +261,7 @@ class _Engine:
     def _publish(self) -> None:
         if self._role != "Decode":
             return
+        _libc.prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)
         told = {"pid": os.getpid(), "slices": sorted(self._slices.items())}
         if self._store is not None:
             with self._store.lock:
