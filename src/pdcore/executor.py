@@ -173,8 +173,7 @@ class Executor:
                 if self.summing.cancel(effect.handle):
                     why = failure("transfer_failed", "cancelled before anything was written")
                     return [HandleEnded(effect.handle, True, why)]
-                handle = self._handles.posted.get(effect.handle)
-                if handle is not None:
+                if (handle := self._handles.posted.get(effect.handle)) is not None:
                     self.transport.cancel(handle)
             case GrantLease():
                 self.transport.grant(RemoteLease(effect.lease, effect.ranges))
@@ -278,8 +277,7 @@ class Executor:
         return []
 
     def _disconnect(self, incarnation: Incarnation) -> None:
-        session = self._sessions.pop(incarnation, None)
-        if session is not None:
+        if (session := self._sessions.pop(incarnation, None)) is not None:
             self.transport.disconnect(session)
 
     def _send_frames(self, peer: PeerRef, messages: list[PeerMessage]) -> None:
