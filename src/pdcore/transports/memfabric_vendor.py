@@ -173,7 +173,7 @@ def load() -> Vendor:
         set_tls: Callable[[bool, str], int] = module["set_conf_store_tls"]
         set_log_level: Callable[[int], int] = module["set_log_level"]
         create_store: Callable[[str], int] = module["create_config_store"]
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise TransportError(f"{name} is installed and cannot be imported: {error}") from error
     except (KeyError, AttributeError) as error:
         raise TransportError(
@@ -196,7 +196,7 @@ def load() -> Vendor:
 
 
 def _import(name: str) -> ModuleType:
-    """Raises ImportError, and OSError where a library that it loads is missing."""
+    """Raises ImportError, OSError where a library that it loads is missing, and RuntimeError."""
     module: ModuleType
     if name == "mf_adapter":
         import mf_adapter

@@ -67,6 +67,7 @@ REMEDY: Final = (
 )
 
 _LIFE_BYTES: Final = 16
+_MAX_HOST_BYTES: Final = 16
 _PORT: Final = struct.Struct("<H")
 
 
@@ -107,7 +108,8 @@ def _decode_address(data: bytes) -> _Address:
     at = _LIFE_BYTES + _PORT.size
     try:
         (port,) = _PORT.unpack(data[_LIFE_BYTES:at])
-        host = str(ipaddress.IPv4Address(data[at:].decode("ascii")))
+        # Longer ones are none, and would be repeated by the error.
+        host = str(ipaddress.IPv4Address(data[at : at + _MAX_HOST_BYTES].decode("ascii")))
     except (struct.error, ValueError) as error:
         raise TransportError(f"malformed address of a mooncake engine: {error}") from None
     return _Address(data[:_LIFE_BYTES], host, port)
@@ -244,7 +246,7 @@ def _start(host: str, protocol: str, device_name: str) -> TransferEngine:
     """Raises TransportError."""
     try:
         from mooncake.engine import TransferEngine
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise TransportError(f"mooncake cannot be imported ({error}): {REMEDY}") from error
     engine = TransferEngine()
     code = engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)

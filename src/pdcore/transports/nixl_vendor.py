@@ -66,11 +66,18 @@ class Vendor:
     def __init__(self) -> None:
         try:
             import nixl_cu12 as vendor
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             raise TransportError(f"nixl: {_MODULE} cannot be imported: {error}") from error
         self._module: ModuleType = vendor
-        _tame_logging(self._module)
-        bindings = self._module._api.nixlBind
+        try:
+            _tame_logging(self._module)
+            bindings = self._module._api.nixlBind
+            self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
+        except AttributeError as error:
+            raise TransportError(
+                f"nixl: {_MODULE} is not the package that pdcore knows ({error}); install "
+                "nixl-cu12 1.5.1"
+            ) from error
         own = [kind for kind in vars(bindings).values() if isinstance(kind, type)]
         #: Its exceptions have no base of their own; pybind raises the other three.
         self._errors: tuple[type[Exception], ...] = (
@@ -79,7 +86,6 @@ class Vendor:
             TypeError,
             ValueError,
         )
-        self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
 
     def agent(self, name: str, options: dict[str, str]) -> Agent:
         """With its progress thread, safe for any number of ours, and UCX started."""

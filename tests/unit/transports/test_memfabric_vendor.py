@@ -51,6 +51,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("raise ImportError('libhcom.so: cannot open')", "cannot be imported: libhcom.so"),
         ("raise OSError('libmf_smem.so: no such file')", "cannot be imported: libmf_smem.so"),
+        ("raise RuntimeError('no driver')", "cannot be imported: no driver"),
         ("class TransferEngine: ...", "not the package that pdcore knows"),
     ],
 )

@@ -169,6 +169,9 @@ def test_addresses_from_peers_are_checked(fake: type[Fake]) -> None:
     for bad in (b"", bytes(17), bytes(18), bytes(18) + b"peer.example", bytes(18) + b"::1"):
         with pytest.raises(TransportError, match="malformed address"):
             engine.open(bad)
+    with pytest.raises(TransportError, match="malformed address") as refused:
+        engine.open(bytes(1 << 16))
+    assert len(str(refused.value)) < 200
     assert len(fake.made) == 1
 
 

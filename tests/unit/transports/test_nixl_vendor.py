@@ -27,6 +27,25 @@ def test_a_missing_wheel_is_said_without_an_import(monkeypatch: pytest.MonkeyPat
         nixl_vendor.Vendor()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise RuntimeError('no driver')", "nixl_cu12 cannot be imported: no driver"),
+        ("", "nixl_cu12 is not the package that pdcore knows .*install nixl-cu12"),
+    ],
+)
+def test_a_wheel_that_is_broken(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R76: an error that helps, whatever is found under that name."""
+    monkeypatch.delitem(sys.modules, "nixl_cu12", raising=False)
+    (tmp_path / "nixl_cu12.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TransportError, match=message):
+        nixl_vendor.Vendor()
+    sys.modules.pop("nixl_cu12", None)
+
+
 def test_to_look_for_the_wheel_does_not_import_it() -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from pdcore.transports import nixl_vendor; "
