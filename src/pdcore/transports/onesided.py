@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import attrs
+import numpy as np
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
@@ -109,24 +110,21 @@ class OneSidedTransport:
 
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
-        region = self._memory.allocate(size_bytes)
-        _publish(self)
-        return region
+        return _published(self, self._memory.allocate(size_bytes))
 
     def register(self, buffer: memoryview) -> Region:
         """Peers may be granted parts of it, unless it is read-only, or not whole pages where
         the engine opens memory by pages. Raises TransportError also for memory that is not
         aligned as the engine needs it."""
         _check_open(self._closed)
-        region = self._memory.register(buffer)
-        _publish(self)
-        return region
+        return _published(self, self._memory.register(buffer))
 
     def deregister(self, region: Region) -> None:
-        base, size_bytes = self._memory.remove(region)
+        """Raises TransportError also where the engine does not let go of the memory, which
+        then stays where it is for the life of this process."""
+        _withdraw(self, region)
         if not self._closed:
             _publish(self)
-            self._engine.unregister(base, size_bytes)
 
     def descriptor(self) -> bytes:
         _check_open(self._closed)
@@ -214,6 +212,30 @@ def _publish(transport: OneSidedTransport) -> None:
     be one that could be. Raises TransportError."""
     if transport._is_described:
         transport._side.publish(*transport._memory.welcome())
+
+
+def _published(transport: OneSidedTransport, region: Region) -> Region:
+    """All or nothing: a region that peers cannot be told of is none. Raises TransportError."""
+    try:
+        _publish(transport)
+    except TransportError:
+        _withdraw(transport, region)
+        raise
+    return region
+
+
+def _withdraw(transport: OneSidedTransport, region: Region) -> None:
+    """No region, nor of the engine, as long as there is one (a thread inside it keeps it after
+    close, too). Raises TransportError."""
+    base, size_bytes = transport._memory.remove(region)
+    if transport._closed and not transport._is_stuck:
+        return
+    try:
+        transport._engine.unregister(base, size_bytes)
+    except TransportError:
+        # Whoever writes to it yet writes to nobody else's.
+        _kept_memory.append([np.frombuffer(region.buffer, np.uint8)])
+        raise
 
 
 def _check_open(closed: bool) -> None:

@@ -22,6 +22,8 @@ from pdcore.transports.regions import RegionTable
 
 #: Part of ``close`` in which late bytes may land.
 _LANDING_SHARE: Final = 0.6
+#: Sessions to one life that are over and whose threads the vendor keeps; no more are opened.
+MAX_LEAVING: Final = 64
 
 
 @attrs.frozen(eq=False)
@@ -65,6 +67,12 @@ class Sender:
         """Waits until the engine has met the peer's: what it says of one that has stopped since
         may take long. Raises PeerGone, TransportError."""
         self._reap()
+        over = [s for s in self._leaving if s.session.incarnation == descriptor.incarnation]
+        if len(over) >= MAX_LEAVING:
+            raise PeerGone(
+                f"the peer's engine cannot be reached: {len(over)} earlier sessions are still in "
+                "calls of it, or wait for their bytes to land"
+            )
         deadline = time.monotonic() + self._connect_timeout_s
         session, link = self._side.connect(attrs.evolve(descriptor, transport="socket"))
         try:

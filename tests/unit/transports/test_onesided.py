@@ -123,12 +123,17 @@ def test_a_thread_that_the_vendor_keeps_is_named_and_says_no_goodbye(
     pair = Pair(harness)
     sender = pair.sender.transport
     faults = harness.engines[0].faults
+    spare = sender.allocate(64)
     try:
         faults.hang = True
         handle = pair.submit(pair.lease(), pair.batch((0, 0, 64)))
         assert faults.entered.wait(20)
         assert sender.close(0.1) == ["a thread inside a call of the vendor's engine"]
         assert not harness.engines[0].is_closed
+        # Memory of an engine that is still there is still taken from it.
+        known = len(harness.engines[0].registered)
+        sender.deregister(spare)
+        assert len(harness.engines[0].registered) == known - 1
         assert not pair.receiver.poll()
         with pytest.raises(TransportError, match="closed"):
             sender.connect(pair.receiver.transport.descriptor())
@@ -171,3 +176,51 @@ def test_the_engine_forgets_what_is_deregistered(harness: AttachHarness) -> None
         assert sizes == {1 << 16, 128}
         pair.receiver.transport.deregister(more)
         assert {size for _, size in harness.engines[1].registered} == {1 << 16}
+
+
+def test_memory_that_the_engine_does_not_let_go_stays_where_it_is() -> None:
+    """G5: the owner is told; peers may write there yet, so it is given to nobody else."""
+
+    class Clinging(AttachEngine):
+        def unregister(self, base: int, size_bytes: int) -> None:
+            raise TransportError("peers may still write there")
+
+    transport = make(Incarnation(os.urandom(16)), Clinging())
+    region = transport.allocate(4096)
+    address = np.frombuffer(region.buffer, np.uint8).ctypes.data
+    with pytest.raises(TransportError, match="peers may still write there"):
+        transport.deregister(region)
+    del region
+    gc.collect()
+    (kept,) = onesided._kept_memory.pop()
+    assert kept.ctypes.data == address
+    assert transport.close() == []
+
+
+def test_a_region_that_peers_cannot_be_told_of_is_none() -> None:
+    """Neither here nor in the engine, which would keep it open to peers."""
+
+    class Full(AttachEngine):
+        def address(self) -> bytes:
+            if len(self.registered) > 1:
+                raise TransportError("too many regions for an address")
+            return super().address()
+
+    engine = Full()
+    transport = make(Incarnation(os.urandom(16)), engine)
+    try:
+        first = transport.allocate(64)
+        transport.descriptor()
+        for enter in (lambda: transport.allocate(64), lambda: transport.register(memory())):
+            with pytest.raises(TransportError, match="too many regions"):
+                enter()
+            assert len(engine.registered) == 1
+        transport.deregister(first)
+        assert not engine.registered
+        transport.allocate(64)
+    finally:
+        transport.close()
+
+
+def memory() -> memoryview:
+    return memoryview(bytearray(64))

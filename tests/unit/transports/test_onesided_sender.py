@@ -12,6 +12,7 @@ from pdcore.errors import PeerGone, TransportError
 from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_harness import Pair
 from pdcore.testing.transport_watch import is_zero, pump
+from pdcore.transports import onesided_sender
 from pdcore.transports.base import HandleStatus
 from pdcore.transports.descriptor import decode
 from pdcore.transports.onesided_side import SideOptions
@@ -133,6 +134,31 @@ def test_an_engine_that_cannot_meet_the_peer_refuses_in_time() -> None:
         harness.engines[1].address = lambda: b"nonsense"  # type: ignore[method-assign]
         with pytest.raises(PeerGone, match="malformed address"):
             pair.sender.transport.connect(pair.receiver.transport.descriptor())
+
+
+def test_sessions_whose_threads_the_vendor_keeps_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """G7: a worker tries again for as long as the peer's engine is silent; each try kept a
+    thread and a connection."""
+    monkeypatch.setattr(onesided_sender, "MAX_LEAVING", 3)
+    harness = AttachHarness(options=SideOptions(connect_timeout_s=0.2))
+    with Pair(harness) as pair:
+        faults = harness.engines[0].faults
+        faults.hang_at_open = True
+        before = threading.active_count()
+        why = []
+        for _ in range(6):
+            with pytest.raises(PeerGone) as refused:
+                pair.sender.transport.connect(pair.receiver.transport.descriptor())
+            why.append("3 earlier sessions" in str(refused.value))
+        assert why[3:] == [True] * 3
+        assert threading.active_count() - before <= 4
+        faults.release.set()
+        pump(pair.sender, until=lambda: threading.active_count() <= before)
+        faults.hang_at_open = False
+        session = pair.sender.transport.connect(pair.receiver.transport.descriptor())
+        pair.sender.transport.disconnect(session)
 
 
 def test_threads_come_and_go_with_sessions(pair: Pair) -> None:
