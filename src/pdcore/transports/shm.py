@@ -35,7 +35,7 @@ from pdcore.transports.base import (
     TransportEvent,
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
-from pdcore.transports.regions import RegionTable
+from pdcore.transports.regions import RegionTable, zeroed_pages
 from pdcore.transports.registry import TransportPlugin
 from pdcore.transports.shm_links import (
     BYE,
@@ -47,12 +47,7 @@ from pdcore.transports.shm_links import (
     Signal,
 )
 from pdcore.transports.shm_receiver import Receiver
-from pdcore.transports.shm_segment import (
-    NAMED_DIRECTORY,
-    memfd_works,
-    private_memory,
-    sweep_stale,
-)
+from pdcore.transports.shm_segment import NAMED_DIRECTORY, memfd_works, sweep_stale
 from pdcore.transports.shm_sender import Sender
 from pdcore.transports.shm_wire import Kind, unpack_lease
 from pdcore.types import Incarnation, LeaseId
@@ -138,7 +133,7 @@ class ShmTransport:
     def allocate(self, size_bytes: int) -> Region:
         _check_open(self._closed)
         if not self._shared:
-            return self._receiver.register(private_memory(size_bytes))
+            return self._receiver.register(zeroed_pages(size_bytes))
         return self._receiver.allocate(size_bytes)
 
     def register(self, buffer: memoryview) -> Region:

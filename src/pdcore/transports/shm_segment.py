@@ -114,16 +114,6 @@ def attach_segment(fd: int, size_bytes: int, offset: int, *, sealed: bool) -> Se
     return Segment(size_bytes, offset, sealed, -1, mapping, memoryview(mapping))
 
 
-def private_memory(size_bytes: int) -> memoryview:
-    """Zeroed pages of our own, all of them there. Raises TransportError."""
-    _check_size(size_bytes)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    try:
-        return memoryview(mmap.mmap(-1, size_bytes, flags))
-    except (OSError, ValueError) as error:
-        raise TransportError(f"cannot map {size_bytes} bytes: {error}") from error
-
-
 def memfd_works() -> bool:
     try:
         os.close(os.memfd_create("pdcore-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
