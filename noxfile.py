@@ -176,7 +176,9 @@ def chaos(session: nox.Session) -> None:
     restarted, and the late-write harness."""
     install_full(session)
     env = install_vendors(session)
-    pytest(session, "tests/chaos", workers=1, more_env=env)
+    # Between hosts blocks are quarantined for a minute.
+    patience = ("-o", "faulthandler_timeout=480")
+    pytest(session, "tests/chaos", *patience, workers=1, more_env=env)
 
 
 @nox.session

@@ -28,6 +28,8 @@ from tests.scenarios.soak_client import Outcome, ask
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 TIMEOUT_S = 6.0
+#: Twice what blocks may be quarantined for between hosts, and some.
+PATIENCE_S = 180.0
 #: What a request may be told while the other host cannot be reached.
 CUT = {"ok", "deadline_exceeded", "unavailable", "unreachable", "peer_lost", "transfer_failed"}
 
@@ -73,7 +75,7 @@ class Pair(Deployment):
                 used = {k: n for k, n in now.items() if k not in ("kv_free", "kv_total") and n}
                 return "kv_free" in now and not used
 
-            until(is_whole, program.pid, 60.0, f"all blocks of {at.netloc} are back")
+            until(is_whole, program.pid, PATIENCE_S, f"all blocks of {at.netloc} are back")
 
 
 @pytest.fixture(scope="module", params=ENV)
@@ -118,7 +120,7 @@ def test_a_cut_cable_costs_what_was_on_its_way_and_no_more(deployment: Pair) -> 
     def serves() -> bool:
         return kinds(deployment.load(8, seed=3)) == {"ok": 8}
 
-    until(serves, deployment.router.pid, 60.0, "both hosts serve again")
+    until(serves, deployment.router.pid, PATIENCE_S, "both hosts serve again")
     deployment.expect_whole_pools()
 
 
@@ -146,7 +148,7 @@ def test_a_cable_that_is_cut_in_the_middle_of_transfers(deployment: Pair) -> Non
     def serves() -> bool:
         return kinds(deployment.load(8, seed=5)) == {"ok": 8}
 
-    until(serves, deployment.router.pid, 60.0, "both hosts serve again")
+    until(serves, deployment.router.pid, PATIENCE_S, "both hosts serve again")
     deployment.expect_whole_pools()
 
 

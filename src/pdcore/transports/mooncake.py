@@ -39,7 +39,7 @@ import attrs
 from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
 from pdcore.transports.base import Transport
-from pdcore.transports.engines import EngineLimits, WriteFailed
+from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, EngineLimits, WriteFailed
 from pdcore.transports.onesided import OneSidedTransport, caps_of
 from pdcore.transports.onesided_side import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S, SideOptions
 from pdcore.transports.registry import TransportPlugin, WorkerPlace
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "mooncake"
 PROTOCOLS: Final = ("tcp", "rdma", "ascend")
-#: How long the kernels' buffers of a connection that is over may take to land.
+#: How long the kernels' buffers of a connection that is over may take to land, on one host.
 LANDS_LATE_S: Final = 30.0
 LIMITS: Final = EngineLimits(
     max_batch=512, max_bytes=1 << 30, alignment=1, lands_late_s=LANDS_LATE_S
@@ -134,8 +134,10 @@ class MooncakeEngine:
             # HIXL works on the device that its process has chosen before.
             make_backend("hccl", host, device_index).enter_thread()
         alignment = ASCEND_ALIGNMENT if protocol == "ascend" else LIMITS.alignment
-        self.limits = attrs.evolve(LIMITS, alignment=alignment)
         self._host = _numeric(host)
+        is_one_host = ipaddress.IPv4Address(self._host).is_loopback
+        late_s = LANDS_LATE_S if is_one_host else LANDS_LATE_BETWEEN_HOSTS_S
+        self.limits = attrs.evolve(LIMITS, alignment=alignment, lands_late_s=late_s)
         self._settings = self._host, protocol, device_name
         _tell_vendor(stall_timeout_s)
         self._ids = itertools.count(1)

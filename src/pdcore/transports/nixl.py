@@ -30,11 +30,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import attrs
 import numpy as np
 
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import Int64Array
-from pdcore.transports.engines import EngineLimits, WriteFailed
+from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, EngineLimits, WriteFailed
 from pdcore.transports.nixl_vendor import (
     Agent,
     Handle,
@@ -58,7 +59,9 @@ MAX_BATCH: Final = 4096
 MAX_BYTES: Final = 32 << 20
 #: What is in the sockets of a receiver when a sender dies, or its connection ends, is put in
 #: place by the receiver's own threads, in milliseconds; more, because they may wait for a core.
+#: Within one host; between two what is in the sender's comes later (engines).
 LANDS_LATE_S: Final = 2.0
+LIMITS: Final = EngineLimits(MAX_BATCH, MAX_BYTES, alignment=1, lands_late_s=LANDS_LATE_S)
 #: Much longer than an agent of thousands of regions needs.
 MAX_ADDRESS_BYTES: Final = 64 << 10
 
@@ -97,8 +100,6 @@ class NixlEngine:
     Raises TransportError for bad options, and where NIXL does not start.
     """
 
-    limits: Final = EngineLimits(MAX_BATCH, MAX_BYTES, alignment=1, lands_late_s=LANDS_LATE_S)
-
     def __init__(
         self,
         incarnation: Incarnation,
@@ -110,14 +111,17 @@ class NixlEngine:
     ) -> None:
         if mem_type not in MEM_TYPES:
             raise TransportError(f"mem_type: {mem_type!r} is not one of {', '.join(MEM_TYPES)}")
+        is_one_host = ucx_device == _LOOPBACK_DEVICE
+        late_s = LANDS_LATE_S if is_one_host else LANDS_LATE_BETWEEN_HOSTS_S
+        self.limits = attrs.evolve(LIMITS, lands_late_s=late_s)
         self._mem_type = mem_type
         self._device_index = device_index
         self._vendor = Vendor()
         self._name = incarnation.hex()
         #: None once it is closed. No local name holds it: an error would keep it by its frames.
         self._agents = [self._vendor.agent(self._name, ucx_options(ucx_tls, ucx_device))]
-        self._lock = threading.Lock()
-        self._is_idle = threading.Condition(self._lock)
+        #: Told when a write ended.
+        self._lock = threading.Condition(threading.Lock())
         self._writing = 0
         self._is_closing = False
         #: More than one where the same memory was registered again.
@@ -196,9 +200,9 @@ class NixlEngine:
                 )
                 self._post(self._agent.initialize_xfer("WRITE", ours, theirs, name))
         finally:
-            with self._is_idle:
+            with self._lock:
                 self._writing -= 1
-                self._is_idle.notify_all()
+                self._lock.notify_all()
 
     def shut(self, peer: int) -> None:
         with self._lock:
@@ -209,10 +213,10 @@ class NixlEngine:
     def close(self) -> None:
         """Writes that still run end as failed. Raises TransportError when one does not come
         back from the vendor: peers may write here then."""
-        with self._is_idle:
+        with self._lock:
             self._is_closing = True
             self._peers.clear()
-            if not self._is_idle.wait_for(lambda: not self._writing, CLOSE_TIMEOUT_S):
+            if not self._lock.wait_for(lambda: not self._writing, CLOSE_TIMEOUT_S):
                 raise TransportError(
                     f"nixl: {self._writing} writes did not come back in {CLOSE_TIMEOUT_S:g} s"
                 )
@@ -311,7 +315,7 @@ PLUGIN = TransportPlugin(
         "advertise": place.advertise_host,
         "secret": place.secret,
     },
-    caps=caps_of(NixlEngine.limits, cross_host=True),
+    caps=caps_of(LIMITS, cross_host=True),
     remedy="pip install --no-deps nixl-cu12 on Linux; of what it asks for only numpy is needed",
     variants={"any way": {}, "tcp": {"ucx_tls": "tcp"}},
     fixed_address=lambda: {"port": free_port("127.0.0.1")},

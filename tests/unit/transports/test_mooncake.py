@@ -19,7 +19,7 @@ from pdcore.testing.transport_checks_data import finish
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.transports import mooncake
 from pdcore.transports.base import Revocation
-from pdcore.transports.engines import WriteFailed
+from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, WriteFailed
 from pdcore.transports.mooncake import MooncakeEngine
 from pdcore.transports.registry import WorkerPlace, load
 from pdcore.types import Incarnation
@@ -200,6 +200,14 @@ def test_ascend_has_huge_pages_and_its_device_first(
     assert order == [0]
     assert engine.limits.alignment == 2 << 20
     assert fake.made[0].said == [(HOST, "P2PHANDSHAKE", "ascend", "")]
+
+
+@pytest.mark.parametrize(
+    ("host", "late_s"), [(HOST, 30.0), ("10.0.0.5", LANDS_LATE_BETWEEN_HOSTS_S)]
+)
+def test_between_hosts_bytes_land_later(fake: type[Fake], host: str, late_s: float) -> None:
+    """D3: the kernel of a sender that died behind a cut cable sends again when it is back."""
+    assert MooncakeEngine(host).limits.lands_late_s == late_s
 
 
 def test_what_it_declares() -> None:

@@ -21,8 +21,9 @@ import pytest
 from pdcore.errors import PeerGone, TransportError
 from pdcore.transports import nixl
 from pdcore.transports.base import Revocation
-from pdcore.transports.engines import WriteFailed
+from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, WriteFailed
 from pdcore.transports.nixl import NixlEngine
+from pdcore.transports.onesided import caps_of
 from pdcore.transports.registry import WorkerPlace
 from pdcore.types import Incarnation
 
@@ -440,6 +441,18 @@ def test_what_it_declares() -> None:
     assert caps is not None
     assert (caps.revocation, caps.death_fences) == (Revocation.QUARANTINE, False)
     assert caps.quarantine_s == nixl.LANDS_LATE_S > 0
+
+
+@needs_wheel
+@pytest.mark.parametrize(
+    ("device", "quarantine_s"), [("lo", nixl.LANDS_LATE_S), (None, LANDS_LATE_BETWEEN_HOSTS_S)]
+)
+def test_between_hosts_bytes_land_later(device: str | None, quarantine_s: float) -> None:
+    """D3: the kernel of a sender that died behind a cut cable sends again when it is back, up to
+    51 s after. 4 MB landed 12.7 s after PeerDied, where 2 s were declared."""
+    engine = NixlEngine(incarnation(), ucx_device=device)
+    assert caps_of(engine.limits, cross_host=True).quarantine_s == quarantine_s
+    engine.close()
 
 
 # --- another process ---------------------------------------------------------------------
