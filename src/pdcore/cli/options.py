@@ -139,7 +139,7 @@ def check_transport(disagg: DisaggConfig) -> None:
     chosen = registry.resolve(disagg.transport)
     reason = registry.load(chosen).why_unavailable()
     if reason is not None:
-        raise ConfigError(f"transport {chosen!r} does not work on this machine: {reason}")
+        raise ConfigError(registry.refusal(chosen, reason))
     registry.require_reach(chosen, disagg.other_hosts)
     check_secret(chosen, disagg.transport_secret_file)
 

@@ -163,6 +163,13 @@ def resolve(name: str) -> str:
     )
 
 
+def refusal(chosen: str, reason: str) -> str:
+    """Why a transport that was named cannot be had here, and what helps."""
+    remedy = load(chosen).remedy
+    what = f"transport {chosen!r} does not work on this machine: {reason}"
+    return f"{what}; {remedy}" if remedy else what
+
+
 def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
     """Make the transport ``name`` (or ``auto``) for this process start.
 
@@ -173,7 +180,7 @@ def create(name: str, incarnation: Incarnation, **options: object) -> Transport:
     plugin = load(chosen)
     reason = plugin.why_unavailable()
     if reason is not None:
-        raise TransportError(f"transport {chosen!r} does not work on this machine: {reason}")
+        raise TransportError(refusal(chosen, reason))
     try:
         return plugin.create(incarnation, **options)
     except TypeError as error:

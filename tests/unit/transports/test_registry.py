@@ -131,7 +131,7 @@ def test_entry_points() -> None:
     assert found["broken"] == "no such hardware"
     assert "must be a TransportPlugin" in str(found["wrong"])
     assert "pdcore_missing_vendor" in str(found["missing"])
-    with pytest.raises(TransportError, match="no such hardware"):
+    with pytest.raises(TransportError, match="no such hardware; buy some"):
         create("broken", US)
     with pytest.raises(ConfigError, match="cannot be imported"):
         create("missing", US)
