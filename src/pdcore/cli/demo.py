@@ -70,8 +70,8 @@ def demo(
     decode
         Number of decode instances.
     prefill_tp
-        Tensor parallel ranks of each prefill instance, a process each. They must divide the
-        heads of the model: 1, 3 or 9 for the one that is built in.
+        Tensor parallel ranks of each prefill instance, a process each. They must divide what
+        the model splits: 1 or 3 for the one that is built in.
     decode_tp
         The same of each decode instance; the two may differ.
     prefill_dp

@@ -223,9 +223,10 @@ def _detail(body: bytes) -> str:
     """The ``detail`` of a refusal, or the start of whatever else came."""
     try:
         value = msgspec.json.decode(body, type=dict[str, str])
-        return value.get("detail", "")[:500]
+        told = value.get("detail", "")[:500]
     except (msgspec.MsgspecError, ValueError):
-        return body[:200].decode("utf-8", "replace")
+        told = body[:200].decode("utf-8", "replace")
+    return told or "it gave no reason; is that a bootstrap server?"
 
 
 class Registrar:
