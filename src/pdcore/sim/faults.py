@@ -25,6 +25,8 @@ Undo = Callable[[], None]
 
 #: An isolated prefill instance is not heard for so long before it hears nobody either.
 UNHEARD_S: Final = 0.1
+#: What was sent longer ago has arrived, unless it is held back.
+ON_ITS_WAY_S: Final = 0.05
 
 
 class Faults:
@@ -211,8 +213,10 @@ def _isolate(cluster: Cluster, fault: Fault) -> Undo:
         _abort_leg(cluster, attrs.evolve(fault, target=other, amount=1.0))
 
     def again() -> None:
-        for path, body in list(site.wire.posts.get(origin, ())):
-            if path != "/cancel":
+        now_s = site.loop.now_s
+        for sent_s, path, body in list(site.wire.posts.get(origin, ())):
+            # A copy must not overtake its original: that would be refused as the copy's.
+            if path != "/cancel" and now_s - sent_s > ON_ITS_WAY_S:
                 site.loop.create_task(repeat(path, body), context=cluster.client.context)
 
     over_s = UNHEARD_S + site.limits.linger_s

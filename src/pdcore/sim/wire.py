@@ -48,8 +48,8 @@ class Wire:
         self._cuts: set[frozenset[str]] = set()
         self._held: list[tuple[frozenset[str], Callable[[], None]]] = []
         self._count = 0
-        #: The last POSTs to each address: what a proxy may repeat.
-        self.posts: dict[Origin, deque[tuple[str, bytes]]] = {}
+        #: The last POSTs to each address, and when they were sent: what a proxy may repeat.
+        self.posts: dict[Origin, deque[tuple[float, str, bytes]]] = {}
         #: What apps raised.
         self.errors: list[str] = []
 
@@ -276,7 +276,7 @@ class WireClient:
         listener = await self._connect(origin, timeout.connect_s)
         if method == "POST":
             kept = self._wire.posts.setdefault(origin, deque(maxlen=KEPT_POSTS))
-            kept.append((target, body))
+            kept.append((self._wire.loop.now_s, target, body))
         scope = make_scope(method, origin, target, body, headers)
         connection = Connection(self._wire, self._process, listener, scope)
         connection.start(body, timeout)
