@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from pdcore.errors import TransportError
@@ -85,18 +85,10 @@ def create(
     return OneSidedTransport(NAME, incarnation, MemFabricEngine(options), side)
 
 
-def _options_at(place: WorkerPlace) -> Mapping[str, object]:
-    return {
-        "host": place.bind_host,
-        "advertise": place.advertise_host,
-        "secret": place.secret,
-    }
-
-
 PLUGIN = TransportPlugin(
     create=create,
     why_unavailable=why_unavailable,
-    options_at=_options_at,
+    options_at=WorkerPlace.options,
     caps=caps_of(MemFabricOptions().limits, cross_host=True),
     remedy=REMEDY,
     cycles=30,

@@ -305,16 +305,12 @@ def create(
     return OneSidedTransport(NAME, incarnation, engine, options)
 
 
-def _options_at(place: WorkerPlace) -> dict[str, object]:
-    return {"host": place.bind_host, "advertise": place.advertise_host, "secret": place.secret}
-
-
 PLUGIN = TransportPlugin(
     create=create,
     why_unavailable=why_unavailable,
     caps=caps_of(LIMITS, cross_host=True),
     remedy=REMEDY,
-    options_at=_options_at,
+    options_at=WorkerPlace.options,
     fixed_address=lambda: {"port": free_port("127.0.0.1")},
     cycles=30,
 )

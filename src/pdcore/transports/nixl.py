@@ -46,7 +46,7 @@ from pdcore.transports.nixl_vendor import (
 )
 from pdcore.transports.onesided import OneSidedTransport, caps_of
 from pdcore.transports.onesided_side import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S, SideOptions
-from pdcore.transports.registry import TransportPlugin
+from pdcore.transports.registry import TransportPlugin, WorkerPlace
 from pdcore.transports.socket_address import TCP, UNIX, free_port
 from pdcore.types import Incarnation
 
@@ -310,11 +310,7 @@ def _is_loopback(host: str) -> bool:
 PLUGIN = TransportPlugin(
     create=create,
     why_unavailable=why_unavailable,
-    options_at=lambda place: {
-        "host": place.bind_host,
-        "advertise": place.advertise_host,
-        "secret": place.secret,
-    },
+    options_at=WorkerPlace.options,
     caps=caps_of(LIMITS, cross_host=True),
     remedy="pip install --no-deps nixl-cu12 on Linux; of what it asks for only numpy is needed",
     variants={"any way": {}, "tcp": {"ucx_tls": "tcp"}},

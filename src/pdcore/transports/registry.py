@@ -46,6 +46,14 @@ class WorkerPlace:
     advertise_host: str = "127.0.0.1"
     secret: str | None = attrs.field(default=None, repr=False)
 
+    def options(self) -> dict[str, object]:
+        """For ``options_at`` of a transport whose connections are a socket transport's."""
+        return {
+            "host": self.bind_host,
+            "advertise": self.advertise_host,
+            "secret": self.secret,
+        }
+
 
 @attrs.frozen
 class TransportPlugin:

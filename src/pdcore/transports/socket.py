@@ -34,7 +34,7 @@ from pdcore.transports.base import (
 )
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.regions import RegionTable, zeroed_pages
-from pdcore.transports.registry import TransportPlugin
+from pdcore.transports.registry import TransportPlugin, WorkerPlace
 from pdcore.transports.socket_address import (
     TCP,
     UNIX,
@@ -247,11 +247,7 @@ PLUGIN = TransportPlugin(
     why_unavailable=why_unavailable,
     caps=CAPS,
     remedy="Linux 5.3 or later is needed",
-    options_at=lambda place: {
-        "host": place.bind_host,
-        "advertise": place.advertise_host,
-        "secret": place.secret,
-    },
+    options_at=WorkerPlace.options,
     variants={UNIX: {"families": [UNIX]}, TCP: {"families": [TCP]}},
     fixed_address=lambda: {"port": free_port("127.0.0.1")},
 )
