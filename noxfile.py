@@ -126,7 +126,7 @@ def loopback_only(session: nox.Session) -> tuple[str, ...]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default: everything but the oracle, chaos and slow tests; under five minutes."""
+    """The default: everything but the oracle, chaos and slow tests; about six minutes."""
     install_full(session)
     pytest(
         session,
