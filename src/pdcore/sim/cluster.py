@@ -104,6 +104,8 @@ class Cluster:
         self._late: dict[tuple[Incarnation, int], float] = {}
         #: Called with every write that moved or landed, before anybody else can run.
         self.on_write: Callable[[Action], None] = _unwatched
+        #: Instances whose next write is their last: see "crash_writer" of the faults.
+        self.ambushed: set[str] = set()
 
     def start(self) -> None:
         for instance in self.instances.values():
@@ -203,10 +205,20 @@ class Cluster:
             is_dead = writer is not None and writer.process.is_dead
             self.site.faults["write_of_the_dead" if is_dead else "write_too_late"] += 1
         self.on_write(action)
+        self._strike(action)
         for incarnation in (action.sender, action.receiver):
             rank = self.lives.get(incarnation)
             if rank is not None and rank.transport.has_events and not rank.process.is_dead:
                 rank.wake()
+
+    def _strike(self, action: Action) -> None:
+        """Kill who writes, if it is waited for and not done with this write."""
+        writer = self.lives.get(action.sender)
+        if writer is None or writer.seat.name not in self.ambushed or action.kind != "move":
+            return
+        if action in self.site.fabric.pending():
+            self.ambushed.discard(writer.seat.name)
+            self.instances[writer.seat.name].kill_writer(writer)
 
 
 def make_seats(site: Site) -> list[Seat]:

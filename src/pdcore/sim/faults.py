@@ -145,6 +145,13 @@ def _crash_worker(cluster: Cluster, fault: Fault) -> None:
     cluster.instances[fault.target].kill_worker(late=_is_late(cluster, fault))
 
 
+def _crash_writer(cluster: Cluster, fault: Fault) -> Undo:
+    """The next worker of this instance that writes is killed between two pieces of its write,
+    and the rest of it still lands."""
+    cluster.ambushed.add(fault.target)
+    return lambda: cluster.ambushed.discard(fault.target)
+
+
 def _crash_leader(cluster: Cluster, fault: Fault) -> None:
     instance = cluster.instances[fault.target]
     instance.kill_leader(late=_is_late(cluster, fault), back_after_s=fault.duration_s)
@@ -274,6 +281,7 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
     "cut_http": _cut_http,
     "break_http": _break_http,
     "crash_worker": _crash_worker,
+    "crash_writer": _crash_writer,
     "crash_leader": _crash_leader,
     "crash_router": _crash_router,
     "crash_bootstrap": _crash_bootstrap,
@@ -289,8 +297,9 @@ KINDS: Final[Mapping[str, Callable[[Cluster, Fault], Undo | None]]] = {
     "corrupt": _corrupt,
     "flood": _requests,
 }
-#: Kinds that no seed draws: :func:`pdcore.sim.plan.with_corruption` asks for them.
-ASKED_FOR: Final = frozenset({"corrupt"})
+#: Kinds that are not drawn like the others: :func:`pdcore.sim.plan.with_corruption` asks for the
+#: first, and some worlds have the second besides.
+ASKED_FOR: Final = frozenset({"corrupt", "crash_writer"})
 #: Kinds whose duration an answer may have to wait for.
 STANDING_STILL: Final = frozenset(
     {"isolate", "partition", "cut_http", "pause_worker", "pause_leader", "pause_router"}

@@ -60,7 +60,12 @@ class SimInstance:
         if self.ranks:
             self._kill(any_of(self.ranks, self.site), late=late)
 
-    def _kill(self, rank: SimRank, *, late: bool) -> None:
+    def kill_writer(self, rank: SimRank) -> None:
+        """SIGKILL of this worker, whose writes go on. Whom they go to hears of its death behind
+        the last of them, while a successor already has its address."""
+        self._kill(rank, late=True, behind_writes=True)
+
+    def _kill(self, rank: SimRank, *, late: bool, behind_writes: bool = False) -> None:
         leader, group = self.leader, self.ranks
         group.remove(rank)
         _bury(self, rank.process)
@@ -72,7 +77,7 @@ class SimInstance:
                 lambda: self._on_lost(leader, rank.index, group),
                 context=leader.process.context,
             )
-        self.site.fabric.die(rank.incarnation, late=late)
+        self.site.fabric.die(rank.incarnation, late=late, behind_writes=behind_writes)
         self._on_stepped(rank)
 
     def kill_leader(self, *, late: bool, back_after_s: float) -> None:

@@ -31,6 +31,10 @@ VOCABULARY: Final = 997
 #: One world in so many has instances of several ranks: (prefill, decode) of these.
 GROUPS_EVERY: Final = 5
 GROUPS: Final = ((2, 2), (2, 2), (2, 1), (1, 2))
+#: One world in so many kills prefill workers in the middle of their writes, which go on landing
+#: while a successor has their address: what a successor may not answer for (rule 2, D32).
+STRUCK_EVERY: Final = 7
+MAX_STRUCK: Final = 4
 
 #: kind -> weight. What each does is :mod:`pdcore.sim.faults`.
 FAULT_KINDS: Final[Mapping[str, int]] = {
@@ -157,7 +161,21 @@ def make_plan(seed: int) -> Plan:
     if seed % GROUPS_EVERY == GROUPS_EVERY - 2:
         prefill_tp, decode_tp = random.Random(f"pdcore groups {seed}").choice(GROUPS)
         options = attrs.evolve(options, prefill_tp=prefill_tp, decode_tp=decode_tp)
-    return Plan(seed, options, _with_rooms(more, requests), faults)
+    plan = Plan(seed, options, _with_rooms(more, requests), faults)
+    return _struck(plan) if seed % STRUCK_EVERY == STRUCK_EVERY - 2 else plan
+
+
+def _struck(plan: Plan) -> Plan:
+    """The same world, in which some prefill workers do not survive their next write."""
+    rng = random.Random(f"pdcore struck {plan.seed}")
+    options = attrs.evolve(plan.options, same_address=True, late_writes=True)
+    prefills, decodes = names(options)
+    faults = list(plan.faults)
+    for _ in range(rng.randint(2, MAX_STRUCK)):
+        fault = _fault(rng, len(faults), "crash_writer", options)
+        target, other = rng.choice(prefills), rng.choice(decodes)
+        faults.append(attrs.evolve(fault, target=target, other=other))
+    return attrs.evolve(plan, options=options, faults=tuple(faults))
 
 
 def with_corruption(plan: Plan) -> Plan:

@@ -239,10 +239,18 @@ class LoopbackFabric:
         with self.lock:
             return [f"handle {j.handle}: late" for j in self._late if j.link.sender is sender]
 
-    def die(self, incarnation: Incarnation, *, late: bool = False, detail: str = "killed") -> None:
+    def die(
+        self,
+        incarnation: Incarnation,
+        *,
+        late: bool = False,
+        behind_writes: bool = False,
+        detail: str = "killed",
+    ) -> None:
         """End an endpoint as SIGKILL would. ``late``: what it had posted still lands,
         as with hardware that outlives the process; peers then learn of a death without
-        a fence (and of the fence when the last byte landed)."""
+        a fence (and of the fence when the last byte landed). ``behind_writes``: they learn of
+        both then only, as from a stream whose end comes behind its bytes."""
         with self.lock:
             dead = _find(self._endpoints, incarnation)
             dead.alive = False
@@ -263,7 +271,8 @@ class LoopbackFabric:
                 # Fenced for whom nothing is on its way: to him nothing of this life comes.
                 is_awaited = late and any(job.link.receiver is peer for job in posted)
                 fenced = dead.caps.death_fences and not is_awaited
-                peer.push(PeerDied(incarnation, fenced, detail))
+                if fenced or not behind_writes or not dead.caps.death_fences:
+                    peer.push(PeerDied(incarnation, fenced, detail))
                 peer.peers = [other for other in peer.peers if other is not dead]
 
     def close_link(self, link: Link, why: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+import attrs
 import pytest
 
 from pdcore.sim.cluster import Cluster
 from pdcore.sim.faults import ASKED_FOR, KINDS, STANDING_STILL, Faults
 from pdcore.sim.loop import pass_time
-from pdcore.sim.plan import FAULT_KINDS, Fault, make_plan, with_corruption
+from pdcore.sim.plan import FAULT_KINDS, STRUCK_EVERY, Fault, make_plan, with_corruption
+from pdcore.sim.seeds import run_seed
 from pdcore.sim.world import in_world, run_world
 
 
@@ -28,6 +32,26 @@ def test_a_cluster_survives_it(kind: str) -> None:
     result = run_world(plan.only(requests=requests).with_faults((fault,)))
     assert result.violations == []
     assert result.faults[kind] == 1
+
+
+def test_a_writer_is_killed_in_the_middle_of_its_write() -> None:
+    """Rule 2, D32: what it had posted lands after it, and its successor is there meanwhile."""
+    plan = make_plan(1)
+    options = attrs.evolve(plan.options, late_writes=True, same_address=True)
+    faults = tuple(Fault(n, "crash_writer", 0.5, f"p{n}", "d0", 2.0, 0.5) for n in range(2))
+    result = run_world(attrs.evolve(plan, options=options, faults=faults), is_traced=True)
+    assert result.violations == []
+    assert result.faults["write_of_the_dead"] > 0
+    assert result.trace is not None
+    trace = "\n".join(result.trace)
+    assert re.search(r"kill p\d\.worker\n(.*\n)*?.*start p\d\.worker(.*\n)*?.*land ", trace)
+
+
+@pytest.mark.parametrize("name", ["no-incarnation", "restart-acks-for-predecessor"])
+def test_a_successor_that_answers_for_the_dead_is_caught(name: str) -> None:
+    """Issue 3.8: these two need exactly such a world, and the first one shows them."""
+    found = run_seed(STRUCK_EVERY - 2, name, is_shrunk=False)
+    assert any("whose blocks were given back" in v.message for v in found.violations)
 
 
 def test_only_what_stood_still_meanwhile_excuses_a_late_answer() -> None:

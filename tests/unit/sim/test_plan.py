@@ -6,7 +6,15 @@ import subprocess
 import sys
 from collections import Counter
 
-from pdcore.sim.plan import FAULT_KINDS, MIN_FAULTS, MIN_REQUESTS, Request, make_plan, names
+from pdcore.sim.plan import (
+    FAULT_KINDS,
+    MIN_FAULTS,
+    MIN_REQUESTS,
+    STRUCK_EVERY,
+    Request,
+    make_plan,
+    names,
+)
 
 
 def test_the_fixed_mix() -> None:
@@ -22,7 +30,22 @@ def test_the_fixed_mix() -> None:
         assert min(plan.options.num_prefill, plan.options.num_decode) >= 2
         assert [r.number for r in plan.requests] == list(range(len(plan.requests)))
         kinds.update(f.kind for f in plan.faults)
-    assert kinds.keys() == FAULT_KINDS.keys()
+    assert kinds.keys() == FAULT_KINDS.keys() | {"crash_writer"}
+
+
+def test_some_worlds_kill_who_writes() -> None:
+    """Rule 2, D32: only prefill writes, and its successor has its address while it still lands."""
+    struck = 0
+    for seed in range(210):
+        plan = make_plan(seed)
+        found = [f for f in plan.faults if f.kind == "crash_writer"]
+        if found:
+            struck += 1
+            assert len(found) >= 2
+            assert all(f.target in names(plan.options)[0] for f in found)
+            assert plan.options.same_address
+            assert plan.options.late_writes
+    assert struck == 210 // STRUCK_EVERY
 
 
 def test_a_plan_is_the_same_in_every_process() -> None:

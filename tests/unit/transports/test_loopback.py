@@ -193,6 +193,36 @@ def test_writes_may_outlive_their_process() -> None:
     assert world.receiver.poll() == [PeerDied(gone, True, "last write landed")]
 
 
+def test_a_death_may_be_heard_behind_its_last_byte() -> None:
+    """Rule 7: as from a stream whose end comes behind its bytes; nobody is told before."""
+    world = World()
+    world.submit()
+    world.steps(1)
+    gone = world.sender.incarnation
+    world.fabric.die(gone, late=True, behind_writes=True)
+    assert world.receiver.poll() == []
+    world.drain()
+    assert chunks(world.target) == 4
+    assert world.receiver.poll() == [PeerDied(gone, True, "last write landed")]
+
+
+@pytest.mark.parametrize(
+    ("revocation", "is_writing", "fenced"),
+    [(Revocation.QUARANTINE, True, False), (Revocation.SENDER_ACK, False, True)],
+)
+def test_a_death_that_nothing_follows_is_heard_at_once(
+    revocation: Revocation, is_writing: bool, fenced: bool
+) -> None:
+    """Nothing is on its way, or no fence will ever follow: there is nothing to wait for."""
+    world = World(revocation)
+    if is_writing:
+        world.submit()
+        world.steps(1)
+    gone = world.sender.incarnation
+    world.fabric.die(gone, late=True, behind_writes=True)
+    assert world.receiver.poll() == [PeerDied(gone, fenced, "killed")]
+
+
 def test_quarantine_never_fences() -> None:
     world = World(Revocation.QUARANTINE)
     assert world.sender.caps.quarantine_s > 0
