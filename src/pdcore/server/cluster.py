@@ -24,6 +24,7 @@ from pdcore.errors import ConfigError, PdcoreError
 from pdcore.server.leader_main import LeaderSpec, RouterSpec
 from pdcore.server.members import Keeper
 from pdcore.server.process import EXIT_USAGE
+from pdcore.server.serve import bind
 
 #: Beyond the time a member itself takes to drain and to end what does not.
 STOP_MARGIN_S: Final = 5.0
@@ -108,6 +109,8 @@ class Cluster:
         configuration, ClusterFailed for anything else that keeps one from starting; call
         ``stop`` in both cases."""
         config = self.config
+        # The router starts last: its address is tried before anybody waits for the others.
+        bind(config.host, config.port).close()
         self._run_dir.mkdir(parents=True, exist_ok=True)
         for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode)):
             for index in range(count):

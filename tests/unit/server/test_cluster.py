@@ -21,6 +21,7 @@ from pdcore.server.client import HttpClient, Origin
 from pdcore.server.cluster import Cluster, ClusterConfig, ClusterFailed
 from pdcore.server.leader_main import Spec
 from pdcore.server.process import Child
+from pdcore.server.serve import bind, port_of
 
 BOUND_S = 90.0
 SERVER = ServerConfig(drain_s=2.0, log_level="error")
@@ -89,6 +90,20 @@ def test_a_configuration_mistake_reaches_the_user(tmp_path: Path) -> None:
         await cluster.stop()
 
     run(main)
+
+
+def test_a_taken_address_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """An instance may load for minutes, and the router, who needs the port, starts last."""
+
+    async def scenario() -> None:
+        with bind("127.0.0.1", 0) as taken:
+            config = ClusterConfig(port=port_of(taken))
+            cluster = Cluster(config, tmp_path / "cache", tmp_path / "run")
+            with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1:.*choose another"):
+                await cluster.start()
+            assert cluster.members == []
+
+    asyncio.run(scenario())
 
 
 def test_a_member_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
