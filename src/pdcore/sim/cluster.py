@@ -218,7 +218,7 @@ class Cluster:
             return
         if action in self.site.fabric.pending():
             self.ambushed.discard(writer.seat.name)
-            self.instances[writer.seat.name].kill_writer(writer)
+            self.instances[writer.seat.name].kill_worker(late=True, in_write=writer)
 
 
 def make_seats(site: Site) -> list[Seat]:

@@ -54,16 +54,13 @@ class SimInstance:
 
     # --- what a plan does -----------------------------------------------------------------
 
-    def kill_worker(self, *, late: bool) -> None:
+    def kill_worker(self, *, late: bool, in_write: SimRank | None = None) -> None:
         """SIGKILL of one of them. The supervisor notices, ends the others and starts all of
-        them again, unless it is dead itself."""
+        them again, unless it is dead itself. ``in_write``: this one; whom it writes to hears of
+        it behind its last byte, while a successor already has its address."""
         if self.ranks:
-            self._kill(any_of(self.ranks, self.site), late=late)
-
-    def kill_writer(self, rank: SimRank) -> None:
-        """SIGKILL of this worker, whose writes go on. Whom they go to hears of its death behind
-        the last of them, while a successor already has its address."""
-        self._kill(rank, late=True, behind_writes=True)
+            rank = in_write or any_of(self.ranks, self.site)
+            self._kill(rank, late=late, behind_writes=in_write is not None)
 
     def _kill(self, rank: SimRank, *, late: bool, behind_writes: bool = False) -> None:
         leader, group = self.leader, self.ranks

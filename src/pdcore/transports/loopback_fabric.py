@@ -202,8 +202,7 @@ class LoopbackFabric:
             return not self._late and not any(link.outbox or link.movable() for link in self._links)
 
     def step(self, choice: int = 0) -> Action | None:
-        """Do one pending action (``choice`` modulo their number); None when there is
-        none."""
+        """Do one pending action (``choice`` modulo their number); None: there is none."""
         with self.lock:
             actions = self._actions()
             if not actions:
@@ -247,10 +246,8 @@ class LoopbackFabric:
         behind_writes: bool = False,
         detail: str = "killed",
     ) -> None:
-        """End an endpoint as SIGKILL would. ``late``: what it had posted still lands,
-        as with hardware that outlives the process; peers then learn of a death without
-        a fence (and of the fence when the last byte landed). ``behind_writes``: they learn of
-        both then only, as from a stream whose end comes behind its bytes."""
+        """End an endpoint as SIGKILL would. ``late``: what it had posted still lands; peers learn
+        of a death, and of its fence behind the last byte; ``behind_writes``: of both there."""
         with self.lock:
             dead = _find(self._endpoints, incarnation)
             dead.alive = False

@@ -99,7 +99,7 @@ def test_a_taken_address_is_said_before_anything_starts(tmp_path: Path) -> None:
         with bind("127.0.0.1", 0) as taken:
             config = ClusterConfig(port=port_of(taken))
             cluster = Cluster(config, tmp_path / "cache", tmp_path / "run")
-            with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1:.*choose another"):
+            with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:.*choose another"):
                 await cluster.start()
             assert cluster.members == []
 
