@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import attrs
 
-from pdcore.errors import ConfigError, IncompatibleError
+from pdcore.errors import ConfigError, IncompatibleError, InvalidRequest
 
 
 class NodePlacement(NamedTuple):
@@ -382,18 +382,19 @@ def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def choose_dp_rank(explicit: int | None, dp_size: int, registered: int | None = None) -> int | None:
-    """R60: an explicit rank >= 0 wins, one partition needs no question, else what the
-    bootstrap server knows for the room; None: not known yet.
+def choose_dp_rank(room: int, dp_size: int, named: int | None) -> int:
+    """R60, D21: the prefill dp rank of a request: the one it names, else ``room % dp_size``.
 
-    Raises IncompatibleError for a rank the instance does not have (D21).
+    Router, prefill leader and decode rank all ask here, each with the prefill instance's
+    ``dp_size``: whoever is told no rank finds the one that the others find, and no question by
+    room is needed. Raises InvalidRequest for a rank that the instance does not have.
     """
-    if explicit is not None and explicit >= 0:
-        if explicit >= dp_size:
-            raise IncompatibleError(f"prefill dp rank {explicit} does not exist: dp_size {dp_size}")
-        return explicit
-    if dp_size == 1:
-        return 0
-    if registered is None or not 0 <= registered < dp_size:
-        return None
-    return registered
+    if named is None:
+        return room % dp_size
+    if not 0 <= named < dp_size:
+        raise InvalidRequest(
+            "disagg_prefill_dp_rank",
+            f"{named} is outside 0..{dp_size - 1} of the prefill instance; leave it out to have "
+            "one chosen",
+        )
+    return named

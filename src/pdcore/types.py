@@ -159,7 +159,9 @@ class GenerateRequest:
     the budget for this hop's own monotonic timers (rule 8). ``prefill`` and ``decode``
     are instance ids (``host:port`` of the leaders) chosen by the router; a handshake
     from any other decode instance is rejected. ``bootstrap`` is ``host:port`` of the
-    chosen prefill instance's bootstrap server. ``is_local``: decode computes the prompt
+    chosen prefill instance's bootstrap server. ``prefill_dp_rank``: of that instance; None:
+    nobody named one, and :func:`pdcore.topology.choose_dp_rank` says which it is, at decode
+    once the route says how many there are (R60). ``is_local``: decode computes the prompt
     itself (local prefill), and no prefill instance has a part in it.
     """
 
@@ -172,7 +174,7 @@ class GenerateRequest:
     bootstrap: str = ""
     prefill: str = ""
     decode: str = ""
-    prefill_dp_rank: int = 0
+    prefill_dp_rank: int | None = None
     replaces: int | None = None
     is_local: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import attrs
 import pytest
 
 from pdcore.control.codec import unpack_token_ids
@@ -24,10 +25,13 @@ def request(prompt: tuple[int, ...] = (5, 6)) -> GenerateRequest:
     return GenerateRequest(KEY, "r", prompt, sampling, 99.0, 9.0, "b:1", "p:1", "d:1", 2, 8)
 
 
-def test_a_worker_reads_back_the_request_that_was_submitted() -> None:
-    found = read_submit(submit_message(request()), vocab_size=10)
+@pytest.mark.parametrize("dp_rank", [None, 0, 2])
+def test_a_worker_reads_back_the_request_that_was_submitted(dp_rank: int | None) -> None:
+    """R60: a dp rank that nobody named is not 0 on the way."""
+    sent = attrs.evolve(request(), prefill_dp_rank=dp_rank)
+    found = read_submit(submit_message(sent), vocab_size=10)
     names = [name for name in GenerateRequest.__slots__ if name != "__weakref__"]
-    assert [getattr(found, n) for n in names] == [getattr(request(), n) for n in names]
+    assert [getattr(found, n) for n in names] == [getattr(sent, n) for n in names]
 
 
 def test_a_token_id_that_does_not_fit_is_the_callers_error() -> None:

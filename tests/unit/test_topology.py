@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcore.errors import ConfigError, IncompatibleError
+from pdcore.errors import ConfigError, IncompatibleError, InvalidRequest
 from pdcore.topology import (
     InstanceProfile,
     ParallelLayout,
@@ -376,14 +376,28 @@ def test_shapes_that_do_not_pair_are_refused_with_both_of_them(
     assert InstanceProfile(2, 1, 3, 4).shape == "tp 2 x cp 1 x dp 3 x pp 4"
 
 
+def check_unnamed_ranks_are_the_rooms(choose: Callable[[int, int, int | None], int]) -> None:
+    for dp_size in range(1, 9):
+        assert [choose(room, dp_size, None) for room in range(1, 30)] == [
+            room % dp_size for room in range(1, 30)
+        ]
+
+
+def seeds_choice(room: int, dp_size: int, named: int | None) -> int:
+    """Mutant: whoever is told nothing takes the first."""
+    return named or 0
+
+
 def test_dp_rank_choice() -> None:
-    """R60, D21: an explicit rank wins and must exist; one partition needs no question."""
-    assert choose_dp_rank(2, 4) == 2
-    assert choose_dp_rank(None, 1) == 0
-    assert choose_dp_rank(-1, 1) == 0
-    assert choose_dp_rank(None, 4) is None
-    assert choose_dp_rank(-1, 4, registered=3) == 3
-    assert choose_dp_rank(None, 4, registered=-1) is None
-    assert choose_dp_rank(None, 4, registered=4) is None
-    with pytest.raises(IncompatibleError, match="dp rank 4 does not exist"):
-        choose_dp_rank(4, 4)
+    """R60, D21: a named rank wins and must exist, also the first; else it is the room's, which
+    everybody who knows dp_size can tell without asking."""
+    check_unnamed_ranks_are_the_rooms(choose_dp_rank)
+    with pytest.raises(AssertionError):
+        check_unnamed_ranks_are_the_rooms(seeds_choice)
+    assert choose_dp_rank(7, 4, 2) == 2
+    assert choose_dp_rank(7, 4, 0) == 0
+    assert choose_dp_rank((1 << 63) - 1, 65536, None) == 65535
+    for named in (4, -1):
+        says = rf"disagg_prefill_dp_rank: {named} is outside 0\.\.3 of the prefill instance; leave"
+        with pytest.raises(InvalidRequest, match=says):
+            choose_dp_rank(7, 4, named)

@@ -139,23 +139,6 @@ class BootstrapClient:
             return RouteReply(failure=failure("unreachable", detail))
         return RouteReply(route=route, etag=answer.etag)
 
-    def register_dp_rank(self, address: str, room: int, dp_rank: int) -> CallReply:
-        """R26: where the prefill of this room is."""
-        body = msgspec.json.encode({"bootstrap_room": room, "dp_rank": dp_rank})
-        return self._write("POST", address, "register_dp_rank", body)
-
-    def query_dp_ranks(self, address: str, rooms: list[int]) -> dict[int, int] | Failure:
-        """R27: room -> dp rank, or -1 where the server does not know (yet)."""
-        body = msgspec.json.encode({"bootstrap_rooms": rooms})
-        try:
-            answer = self._call("POST", address, "query_dp_ranks", body, {})
-            if answer.status != 200:
-                detail = f"{address} answered {answer.status}: {_detail(answer.body)}"
-                return failure("unreachable", detail)
-            return msgspec.json.decode(answer.body, type=dict[int, int])
-        except (CallFailed, msgspec.MsgspecError, ValueError) as error:
-            return failure("unreachable", f"{address}: {error}")
-
     def _write(self, method: str, address: str, path: str, body: bytes) -> CallReply:
         try:
             answer = self._call(method, address, path, body, {})

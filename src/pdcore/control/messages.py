@@ -230,7 +230,8 @@ class SubmitSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 class Submit(_Message, frozen=True, tag="submit"):
     """Leader -> worker: one request. ``prompt`` is packed little-endian int32 ids;
-    ``is_local``: decode computes it itself."""
+    ``prefill_dp_rank`` None: not named, the room's (R60). ``is_local``: decode computes it
+    itself."""
 
     key: RoomKey
     request_id: Text
@@ -241,7 +242,7 @@ class Submit(_Message, frozen=True, tag="submit"):
     bootstrap: Text
     prefill: Text
     decode: Text
-    prefill_dp_rank: Count
+    prefill_dp_rank: Count | None
     replaces: Id63 | None
     is_local: bool = False
 

@@ -52,7 +52,7 @@ from pdcore.router.fleet import Fleet
 from pdcore.router.limits import RouterLimits
 from pdcore.router.live import Budget, Fallback, Live, dispatch, late
 from pdcore.router.outbox import Outbox
-from pdcore.router.policies import ClientFields, Rng, choose_dp_rank, new_id
+from pdcore.router.policies import ClientFields, Rng, name_dp_rank, new_id
 from pdcore.router.retry import (
     Pair,
     choose,
@@ -108,7 +108,7 @@ class RouterCore:
         prefills, decodes = named(self.fleet, fields)
         pair = choose(room, prefills, decodes)
         if pair is not None:
-            choose_dp_rank(room, pair[0].dp_size, fields.dp_rank)
+            name_dp_rank(room, pair[0].dp_size, fields.dp_rank)
         replaces = self._replaced(room, fields.replaces, now_s)
         budget = Budget.begin(limits.budget_s(fields), now_s, unix_s)
         live = Live(self._next_ticket, room, fields, replaces, budget)

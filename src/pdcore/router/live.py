@@ -10,7 +10,7 @@ from pdcore.fsm.states import RoutedState
 from pdcore.router.events import Dispatch
 from pdcore.router.fleet import Member
 from pdcore.router.outbox import CancelKey, SendCancel
-from pdcore.router.policies import ClientFields, choose_dp_rank
+from pdcore.router.policies import ClientFields, name_dp_rank
 from pdcore.types import Failure
 
 
@@ -158,7 +158,7 @@ def dispatch(live: Live, legs: DispatchLegs, now_s: float) -> Dispatch:
         "expires_at_s": live.budget.expires_at_s,
         "remaining_s": remaining_s,
         "disagg_prefill_dp_rank": prefill
-        and choose_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
+        and name_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
         "replaces": live.replaces or None,
     }
     if prefill is None:

@@ -9,7 +9,7 @@ run to the next it is shifted by one, so that every pair gets the same share. On
 targets count; a lost one moves only requests, no configuration.
 
 **dp rank (D21).** ``room % dp_size`` of the chosen prefill, never a constant 0. It is left out
-while dp_size is not known; the prefill leader then applies the same rule.
+while dp_size is not known; prefill and decode then find the same one by the same rule (R60).
 
 **Fields (R31, D41).** A client may choose the room (idempotent retry, tracing), and name a
 bootstrap server or dp rank out of what is configured. Attempt, instances and expiry are the
@@ -27,6 +27,7 @@ import msgspec
 
 from pdcore.config.deploy import BOOTSTRAP_PORT, normalise_address
 from pdcore.errors import ConfigError, InvalidRequest
+from pdcore.topology import choose_dp_rank
 from pdcore.types import MAX_ID
 
 
@@ -100,15 +101,10 @@ def choose_pair(room: int, num_prefill: int, num_decode: int) -> tuple[int, int]
     return room % num_prefill, (room + turn) % num_decode
 
 
-def choose_dp_rank(room: int, dp_size: int | None, wanted: int | None) -> int | None:
-    """D21. ``wanted`` is the client's. Raises InvalidRequest if it does not exist."""
-    if wanted is None:
-        return None if dp_size is None else room % dp_size
-    if dp_size is not None and wanted >= dp_size:
-        raise InvalidRequest(
-            "disagg_prefill_dp_rank", f"{wanted} is outside 0..{dp_size - 1} of that instance"
-        )
-    return wanted
+def name_dp_rank(room: int, dp_size: int | None, wanted: int | None) -> int | None:
+    """D21: what both legs are told; None while ``dp_size`` is not known. ``wanted`` is the
+    client's. Raises InvalidRequest if it does not exist."""
+    return wanted if dp_size is None else choose_dp_rank(room, dp_size, wanted)
 
 
 # --- what a client may say ---------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import Final
 
 from pdcore.control.messages import Route, RouteRank
-from pdcore.errors import IncompatibleError, failure
+from pdcore.errors import IncompatibleError, InvalidRequest, failure
 from pdcore.kv.slices import check_reshard
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.topology import (
@@ -22,6 +22,7 @@ from pdcore.topology import (
     RankCoordinates,
     TargetRankMapping,
     check_compatible,
+    choose_dp_rank,
     map_target_ranks,
 )
 from pdcore.types import Failure, Incarnation, PeerRef
@@ -171,12 +172,15 @@ class Topologies:
     def _is_fresh(self, entry: TopologyEntry, now: float) -> bool:
         return now - entry.fetched_s < self.setup.limits.topology_ttl_s
 
-    def targets(self, route: Route, dp_rank: int) -> tuple[list[PeerRef], int] | Failure:
-        """(prefill ranks to send a handshake to, handshakes each of them needs)."""
-        if dp_rank >= route.dp_size:
-            return failure(
-                "incompatible", f"prefill has {route.dp_size} dp ranks, the request names {dp_rank}"
-            )
+    def targets(
+        self, route: Route, room: int, named_dp_rank: int | None
+    ) -> tuple[list[PeerRef], int] | Failure:
+        """(prefill ranks to send a handshake to, handshakes each of them needs). The route says
+        how many dp ranks prefill has, and so which of them an unnamed one is (R60, D21)."""
+        try:
+            dp_rank = choose_dp_rank(room, route.dp_size, named_dp_rank)
+        except InvalidRequest as error:
+            return failure("incompatible", f"{error} ({route.instance})")
         prefill = profile_of(route)
         layout = layout_of(route)
         mapping = map_to(self.setup, prefill)

@@ -27,6 +27,7 @@ from pdcore.server.openai import (
 )
 from pdcore.server.pending import Refused
 from pdcore.server.text import TextModel
+from pdcore.topology import choose_dp_rank
 from pdcore.types import GenerateRequest, Role, RoomKey, SamplingParams
 
 #: Longer texts are rendered and encoded in a thread, so that the event loop goes on serving.
@@ -76,13 +77,13 @@ class Preparer:
         key = self._key(pd)
         # An instance that takes nothing says so before it encodes anything.
         self._dispatcher.workers.route(None, lambda rank: 0)
+        dp_rank = pd.disagg_prefill_dp_rank
+        if self._options.role is Role.PREFILL:
+            # Where it was not named decode finds the same one, once it has our route (R60).
+            dp_rank = choose_dp_rank(key.room, self._dispatcher.workers.dp_size, dp_rank)
         ids = await self._encode(parsed)
         timeout_s = parsed.timeout_s or self._options.request_timeout_s
         remaining_s = timeout_s if pd.remaining_s is None else pd.remaining_s
-        dp_rank = pd.disagg_prefill_dp_rank
-        if dp_rank is None:  # a router that does not know dp_size leaves it out (D21)
-            is_prefill = self._options.role is Role.PREFILL
-            dp_rank = key.room % self._dispatcher.workers.dp_size if is_prefill else 0
         is_local = bool(pd.local_prefill)
         return GenerateRequest(
             key=key,

@@ -304,7 +304,7 @@ def test_decode_finds_a_rank_under_every_spelling_of_its_host(
     route = msgspec.json.decode(encoded.body, type=Route)
     decode = Topologies(make_setup())
     assert decode.record("here", route, None, 0.0).refusal is None
-    found = decode.targets(route, 0)
+    found = decode.targets(route, 1, 0)
     assert isinstance(found, tuple)
     assert [peer.address for peer in found[0]] == [address]
     assert split_host_port(f"{shown}:40123") == (host, 40123)

@@ -124,8 +124,6 @@ def test_a_rank_registers_and_decode_finds_it() -> None:
         assert reply.route.ranks["0,0,1"] == RouteRank("127.0.0.1", 40_001, "1" * 32)
         assert reply.etag
         assert calls.fetch_route(address, reply.etag) == RouteReply(etag=reply.etag, unchanged=True)
-        assert calls.register_dp_rank(address, 99, 0) == CallReply()
-        assert calls.query_dp_ranks(address, [99, 100]) == {99: 0, 100: -1}
         assert calls.deregister(address, "0,0,0", "1" * 32) == CallReply()
         assert table.missing(0.0) == ["0,0,0"]
 
@@ -258,7 +256,6 @@ def test_nobody_listening_is_unreachable() -> None:
     for found in (
         calls.fetch_route(address).failure,
         calls.register(address, registration()).failure,
-        calls.query_dp_ranks(address, [1]),
     ):
         assert found == failure("unreachable", f"{address}: [Errno 111] Connection refused")
     assert not calls.register(address, registration()).is_final

@@ -66,6 +66,7 @@ LEADER_MESSAGES: list[m.LeaderMessage] = [
         0,
         4,
     ),
+    m.Submit(KEY, "req-2", b"", SAMPLING, 2e9, 9.5, "h:1", "h:2", "h:3", None, None),
     m.Abort(KEY, "client is gone", True),
     m.Stop(30.0),
 ]
@@ -201,6 +202,7 @@ def test_a_handshake_is_checked_field_by_field(changes: dict[str, object], text:
     [
         (msgspec.structs.replace(LEADER_MESSAGES[0], prompt=b"123"), "multiple of 4"),
         (msgspec.structs.replace(LEADER_MESSAGES[0], replaces=0), ">= 1"),
+        (msgspec.structs.replace(LEADER_MESSAGES[0], prefill_dp_rank=-1), ">= 0"),
         (m.Stop(math.nan), ">= -1"),
     ],
 )

@@ -20,10 +20,10 @@ from pdcore.router.policies import (
     ClientFields,
     Target,
     check_prompt,
-    choose_dp_rank,
     choose_pair,
     find_bootstrap,
     inject,
+    name_dp_rank,
     new_id,
     parse_targets,
     read_fields,
@@ -91,14 +91,14 @@ def check_dp_ranks_are_used_evenly(
 
 def test_the_dp_rank_is_the_rooms_or_the_clients_never_a_constant() -> None:
     """D21."""
-    check_dp_ranks_are_used_evenly(choose_dp_rank)
+    check_dp_ranks_are_used_evenly(name_dp_rank)
     with pytest.raises(AssertionError):
         check_dp_ranks_are_used_evenly(seeds_dp_rank)
-    assert choose_dp_rank(5, None, None) is None
-    assert choose_dp_rank(5, 4, 3) == 3
-    assert choose_dp_rank(5, None, 3) == 3
+    assert name_dp_rank(5, None, None) is None
+    assert name_dp_rank(5, 4, 3) == 3
+    assert name_dp_rank(5, None, 3) == 3
     with pytest.raises(InvalidRequest, match="disagg_prefill_dp_rank: 4 is outside"):
-        choose_dp_rank(5, 4, 4)
+        name_dp_rank(5, 4, 4)
 
 
 def test_addresses_are_normalised() -> None:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from pdcore.config import CoreLimits
-from pdcore.control.messages import Claim
+from pdcore.control.messages import Claim, Handshake, RouteRank
 from pdcore.errors import failure
-from pdcore.fsm.effects import Effect, FetchTopology
+from pdcore.fsm.effects import Effect, FetchTopology, SendMessage
 from pdcore.fsm.events import TopologyFetched
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.types import GenerateRequest, Nonce, RoomKey
@@ -125,6 +125,33 @@ def test_a_route_that_does_not_serve_the_request_fails_it_at_once(
     effects = tick(core)
     assert codes(effects) == ({} if code is None else {request.key: code})
     assert fetches(effects) == []
+
+
+def check_an_unnamed_dp_rank_is_found_in_the_route(unnamed: int | None) -> None:
+    """Three dp ranks, each with an incarnation of its own; six rooms that came before their
+    route was known, and six after."""
+    core = make_decode(LIMITS, num_blocks=256)
+    ranks = {f"{dp},0,0": RouteRank("prefill", 1 + dp, bytes([dp] * 16).hex()) for dp in range(3)}
+    rooms = [*range(3, 15)]
+    for room in rooms[:6]:
+        submit(core, key=RoomKey(room, 1), prefill_dp_rank=unnamed)
+    effects = tick(core)
+    route = make_route(core.setup, dp_size=3, ranks=ranks)
+    core.handle_event(TopologyFetched(AT, route), 0.0)
+    effects += tick(core)
+    for room in rooms[6:]:
+        submit(core, key=RoomKey(room, 1), prefill_dp_rank=unnamed)
+    effects += tick(core)
+    sent = [e for e in effects if isinstance(e, SendMessage) and isinstance(e.message, Handshake)]
+    found = {e.message.key.room: (e.to.rank, e.to.incarnation) for e in sent}
+    assert found == {room: (room % 3, bytes([room % 3] * 16)) for room in rooms}
+
+
+def test_r60_an_unnamed_dp_rank_is_the_rooms_once_the_route_is_known() -> None:
+    """R60, D21: the mutant is what a decode instance said before: the first."""
+    check_an_unnamed_dp_rank_is_found_in_the_route(None)
+    with pytest.raises(AssertionError):
+        check_an_unnamed_dp_rank_is_found_in_the_route(0)
 
 
 def test_a_refusal_is_answered_from_memory_until_it_is_old() -> None:

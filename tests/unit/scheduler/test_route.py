@@ -48,7 +48,7 @@ def test_decode_finds_every_rank_of_the_route() -> None:
     decode = Topologies(make_setup(DECODE))
     entry = decode.record("here", route, None, 0.0)
     assert entry.refusal is None
-    found = decode.targets(route, 0)
+    found = decode.targets(route, 1, 0)
     assert isinstance(found, tuple)
     assert [peer.address for peer in found[0]] == ["tcp://host:1", "tcp://host:2"]
 
@@ -79,7 +79,7 @@ def test_r4_a_decode_stage_finds_the_prefill_stages_of_its_layers() -> None:
         for number, (ranks, num_required) in enumerate(expected):
             decode = Topologies(stage(number, DECODE, decode_pp, 8))
             assert decode.record("here", route, None, 0.0).refusal is None
-            found = decode.targets(route, 0)
+            found = decode.targets(route, 1, 0)
             assert isinstance(found, tuple)
             assert ([peer.rank for peer in found[0]], found[1]) == (ranks, num_required)
 
@@ -111,7 +111,7 @@ def test_r58_the_route_says_whether_all_cp_ranks_send(every: bool) -> None:
     route = route_of([make_setup(peer, layout=layout) for peer in peers])
     decode = Topologies(make_setup(DECODE))
     assert decode.record("here", route, None, 0.0).refusal is None
-    found = decode.targets(route, 0)
+    found = decode.targets(route, 1, 0)
     assert isinstance(found, tuple)
     assert ([p.rank for p in found[0]], found[1]) == ([0, 1, 2] if every else [0], 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -11,7 +13,7 @@ from pdcore.errors import failure
 from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.scheduler.topologies import MAX_ENTRIES, MAX_OVER, Topologies, bracket
-from pdcore.topology import ParallelLayout
+from pdcore.topology import ParallelLayout, choose_dp_rank
 from pdcore.types import Failure, Incarnation, PeerRef
 from tests.unit.scheduler.kit import PREFILL, make_route, make_setup, make_spec
 
@@ -41,8 +43,10 @@ def wide_route(setup: CoreSetup, tp: int, cp: int = 1, dp: int = 1) -> Route:
     return make_route(setup, attn_tp_size=tp, attn_cp_size=cp, dp_size=dp, ranks=ranks)
 
 
-def mapped(setup: CoreSetup, route: Route, dp_rank: int = 0) -> tuple[list[int], int]:
-    targets = Topologies(setup).targets(route, dp_rank)
+def mapped(
+    setup: CoreSetup, route: Route, dp_rank: int | None = 0, room: int = 1
+) -> tuple[list[int], int]:
+    targets = Topologies(setup).targets(route, room, dp_rank)
     assert not isinstance(targets, Failure), targets
     peers, num_required = targets
     for peer in peers:
@@ -53,7 +57,7 @@ def mapped(setup: CoreSetup, route: Route, dp_rank: int = 0) -> tuple[list[int],
 
 def test_one_rank_each() -> None:
     setup = make_setup()
-    assert Topologies(setup).targets(make_route(setup), 0) == ([PREFILL], 1)
+    assert Topologies(setup).targets(make_route(setup), 1, 0) == ([PREFILL], 1)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +92,35 @@ def test_the_dp_partition_shifts_the_rank() -> None:
     assert [mapped(setup, route, dp) for dp in range(3)] == [([1], 1), ([5], 1), ([9], 1)]
 
 
+def check_an_unnamed_dp_rank_is_the_rooms(of: Callable[[CoreSetup, Route, int], int]) -> None:
+    setup = decode_rank(2, 1)
+    for dp in (1, 2, 3, 8):
+        route = wide_route(setup, tp=2, cp=2, dp=dp)
+        for room in (1, 2, 8, 9, (1 << 63) - 1):
+            assert of(setup, route, room) == (room % dp) * 4 + 1
+
+
+def test_r60_without_a_name_it_is_the_rooms_dp_rank_by_the_size_in_the_route() -> None:
+    """R60, D21: nobody knew prefill's dp_size before. The mutant takes the first."""
+    check_an_unnamed_dp_rank_is_the_rooms(lambda s, r, room: mapped(s, r, None, room)[0][0])
+    with pytest.raises(AssertionError):
+        check_an_unnamed_dp_rank_is_the_rooms(lambda s, r, room: mapped(s, r, 0, room)[0][0])
+
+
 def test_d21_a_dp_rank_that_does_not_exist_fails_the_request() -> None:
     setup = make_setup()
-    problem = Topologies(setup).targets(make_route(setup), 1)
+    problem = Topologies(setup).targets(make_route(setup), 1, 1)
     assert isinstance(problem, Failure)
     assert problem.code == "incompatible"
-    assert "1 dp ranks, the request names 1" in problem.detail
+    assert "disagg_prefill_dp_rank: 1 is outside 0..0 of the prefill instance" in problem.detail
+    assert problem.detail.endswith("(prefill)")
 
 
 def test_a_missing_rank_fails_the_request_and_is_named() -> None:
     setup = decode_rank(1, 0)
     route = wide_route(setup, 2)
     del route.ranks["0,0,1"]
-    problem = Topologies(setup).targets(route, 0)
+    problem = Topologies(setup).targets(route, 1, 0)
     assert isinstance(problem, Failure)
     assert (problem.code, problem.http_status) == ("unavailable", 503)
     assert "0,0,1" in problem.detail
@@ -113,7 +133,7 @@ def test_an_ipv6_literal_is_bracketed(host: str, shown: str) -> None:
     assert bracket(host) == shown
     setup = make_setup()
     rank = RouteRank(host, 5, PREFILL.incarnation.hex())
-    targets = Topologies(setup).targets(make_route(setup, ranks={"0,0,0": rank}), 0)
+    targets = Topologies(setup).targets(make_route(setup, ranks={"0,0,0": rank}), 1, 0)
     assert not isinstance(targets, Failure)
     assert targets[0][0].address == f"tcp://{shown}:5"
 
@@ -252,7 +272,7 @@ def test_a_life_that_is_over_takes_its_route_along() -> None:
 
 def check_prefill_ranks_have_prefills_numbers(known: Topologies) -> None:
     """Prefill with cp 2 and dp 2, decode with cp 1: dp rank 1 begins at rank 2."""
-    targets = known.targets(wide_route(known.setup, 1, cp=2, dp=2), 1)
+    targets = known.targets(wide_route(known.setup, 1, cp=2, dp=2), 8, 1)
     assert not isinstance(targets, Failure), targets
     assert [peer.rank for peer in targets[0]] == [2]
 
@@ -260,12 +280,14 @@ def check_prefill_ranks_have_prefills_numbers(known: Topologies) -> None:
 class OwnSizes(Topologies):
     """Mutant: numbers prefill's ranks with this side's cp size, as the seed did."""
 
-    def targets(self, route: Route, dp_rank: int) -> tuple[list[PeerRef], int] | Failure:
-        found = super().targets(route, dp_rank)
+    def targets(
+        self, route: Route, room: int, named_dp_rank: int | None
+    ) -> tuple[list[PeerRef], int] | Failure:
+        found = super().targets(route, room, named_dp_rank)
         if isinstance(found, Failure):
             return found
         at = ParallelLayout(route.dp_size, 1, self.setup.layout.cp_size)
-        rank = at.rank(at.coordinates(dp_rank))
+        rank = at.rank(at.coordinates(choose_dp_rank(room, route.dp_size, named_dp_rank)))
         return [peer._replace(rank=rank) for peer in found[0]], found[1]
 
 

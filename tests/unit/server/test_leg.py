@@ -183,6 +183,26 @@ def test_a_broken_connection_to_prefill_changes_nothing() -> None:
     run(play())
 
 
+def test_a_decode_leg_says_when_nobody_named_a_dp_rank_and_takes_any_of_its_own() -> None:
+    """R60, D21: which it is depends on prefill's dp_size, which its worker gets with the route;
+    decode's own ranks share the requests by load, whatever prefill's does."""
+
+    async def play() -> None:
+        world = World(num_workers=2, dp_size=2)
+        app = app_of(world, Role.DECODE)
+        named = {**HI, "bootstrap_room": 6, "disagg_prefill_dp_rank": 5}
+        calls = [Call(app, "POST", "/generate", {**HI, "bootstrap_room": 8})]
+        calls.append(Call(app, "POST", "/generate", named))
+        await settle()
+        assert [rank for rank, _ in world.link.sent] == [0, 1]
+        assert [m.prefill_dp_rank for m in world.link.of(Submit)] == [None, 5]
+        for one in calls:
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in calls), return_exceptions=True)
+
+    run(play())
+
+
 def test_the_dp_rank_that_the_router_chose_is_used_and_else_the_rooms() -> None:
     """D21."""
 
@@ -193,13 +213,14 @@ def test_the_dp_rank_that_the_router_chose_is_used_and_else_the_rooms() -> None:
         second = Call(app, "POST", "/generate", {**HI, "bootstrap_room": 8})
         await settle()
         assert [rank for rank, _ in world.link.sent] == [1, 8 % 3]
+        assert [m.prefill_dp_rank for m in world.link.of(Submit)] == [1, 8 % 3]
         for one in (first, second):
             one.task.cancel()
         await asyncio.gather(first.task, second.task, return_exceptions=True)
         wrong = await call(
             app, "POST", "/generate", {**HI, "bootstrap_room": 6, "disagg_prefill_dp_rank": 3}
         )
-        assert wrong.status == 400
+        assert (wrong.status, wrong.json()["error"]["param"]) == (400, "disagg_prefill_dp_rank")
 
     run(play())
 

@@ -24,9 +24,9 @@ PD: dict[str, Any] = {
 
 
 def prepare(
-    endpoint: Endpoint, fields: dict[str, Any], role: Role = Role.DECODE
+    endpoint: Endpoint, fields: dict[str, Any], role: Role = Role.DECODE, dp_size: int = 1
 ) -> GenerateRequest:
-    world = World()
+    world = World(num_workers=dp_size, dp_size=dp_size)
     options = LegOptions(role=role, instance="127.0.0.1:8100", request_timeout_s=60.0)
     preparer = Preparer(options, TEXT, world.dispatcher, world.clock)
     parsed = parse_request(endpoint, msgspec.json.encode({**PD, **fields}))
@@ -80,3 +80,22 @@ def test_a_request_has_the_time_that_the_router_left_it() -> None:
     asked = prepare(Endpoint.GENERATE, {"prompt": "hi", "timeout": 3.0})
     assert asked.remaining_s == 3.0
     assert prepare(Endpoint.GENERATE, {"prompt": "hi"}).remaining_s == 60.0
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_an_unnamed_dp_rank_is_chosen_where_its_number_is_known(dp_size: int) -> None:
+    """R60, D21: prefill knows how many dp ranks it has; decode, whose own number says nothing,
+    hands on that nobody named one. A rank that is named is the same on both sides, also the
+    first one."""
+    hi = {"prompt": "hi", "bootstrap_room": 8}
+    ours = prepare(Endpoint.GENERATE, hi, Role.PREFILL, dp_size)
+    assert ours.prefill_dp_rank == 8 % dp_size
+    assert prepare(Endpoint.GENERATE, hi, Role.DECODE, dp_size).prefill_dp_rank is None
+    for named in range(dp_size):
+        fields = {**hi, "disagg_prefill_dp_rank": named}
+        for role in (Role.PREFILL, Role.DECODE):
+            assert prepare(Endpoint.GENERATE, fields, role, dp_size).prefill_dp_rank == named
+    wrong = {"prompt": "x" * 1000, "disagg_prefill_dp_rank": dp_size}
+    says = rf"disagg_prefill_dp_rank: {dp_size} is outside 0\.\.{dp_size - 1} of the prefill"
+    with pytest.raises(InvalidRequest, match=says):  # said before its text is encoded
+        prepare(Endpoint.GENERATE, wrong, Role.PREFILL, dp_size)
