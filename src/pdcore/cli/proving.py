@@ -25,6 +25,9 @@ from pdcore.sim.mutants import MUTANTS, find_mutant
 
 #: Seconds between two words about a world that takes long.
 TELL_EVERY_S: Final = 2.0
+#: A whole run takes every row of every lifecycle so often: a row that one rare order of events
+#: reaches once has hardly been looked at.
+MIN_TAKEN: Final = 100
 ALL: Final = "all"
 
 
@@ -199,9 +202,12 @@ def read_scenario(path: Path) -> Scenario:
 def report_of(
     ran: Sequence[Ran], seconds: float, *, is_whole: bool, save: Path
 ) -> dict[str, object]:
-    """What --json prints. ``is_whole``: all worlds ran, so every row must have been taken."""
+    """What --json prints. ``is_whole``: all worlds ran, so every row must have been taken at
+    least MIN_TAKEN times."""
     rows = _rows(found for _, found in ran)
-    never = [row for table in rows.values() for row, count in table.items() if not count]
+    counts = {row: count for table in rows.values() for row, count in table.items()}
+    never = [row for row, count in counts.items() if not count]
+    rarely = {row: count for row, count in counts.items() if 0 < count < MIN_TAKEN}
     violations: list[dict[str, object]] = []
     worlds: list[dict[str, object]] = []
     for config, found in ran:
@@ -222,7 +228,9 @@ def report_of(
             }
         )
     if is_whole:
-        violations += [{"kind": "coverage", "problem": f"never taken: {row}"} for row in never]
+        problems = [f"never taken: {row}" for row in never]
+        problems += [f"taken {n} times, at least {MIN_TAKEN}: {row}" for row, n in rarely.items()]
+        violations += [{"kind": "coverage", "problem": problem} for problem in problems]
     return {
         "states": sum(found.states for _, found in ran),
         "transitions": sum(found.transitions for _, found in ran),
@@ -234,6 +242,7 @@ def report_of(
         "configurations": worlds,
         "rows": rows,
         "rows_never_taken": never,
+        "rows_rarely_taken": rarely,
     }
 
 
@@ -292,7 +301,10 @@ def _print(ran: Sequence[Ran], report: Mapping[str, object]) -> None:
         count for counted in _rows(found for _, found in ran).values() for count in counted.values()
     ]
     num_taken = sum(count > 0 for count in counts)
-    print(f"{num_taken} of {len(counts)} rows of the lifecycles were taken")
+    print(
+        f"{num_taken} of {len(counts)} rows of the lifecycles were taken, "
+        f"the rarest {min(counts):,} times"
+    )
     violations = report["violations"]
     assert isinstance(violations, list)
     for violation in violations:

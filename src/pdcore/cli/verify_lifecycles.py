@@ -34,8 +34,9 @@ def lifecycles(
     no block with two writers or reused too early, nothing leaked, no deadlock; and that from
     every state the end can be reached without another fault.
 
-    Exit status 0: everything holds and every row of every lifecycle was taken. 1: something
-    does not; the shortest way there is written to a file, and how to replay it is printed.
+    Exit status 0: everything holds and every row of every lifecycle was taken 100 times at
+    least. 1: something does not; the shortest way there is written to a file, and how to
+    replay it is printed.
     With --mutant: 0 when the known-bad variant was caught, 1 when it was not.
 
     Examples:

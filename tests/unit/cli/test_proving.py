@@ -11,7 +11,7 @@ import pytest
 from pdcore.cli import main, proving
 from pdcore.errors import ConfigError
 from pdcore.sim.configurations import Configuration, configuration
-from pdcore.sim.explore import Move
+from pdcore.sim.explore import Exploration, Move
 from pdcore.sim.firing import ROW_IDS
 
 
@@ -84,8 +84,36 @@ def test_a_violation_and_rows_that_nobody_took_fail_the_whole_run(
     assert violations[0]["problem"] == "1 is bad"
     assert violations[0]["trace"] == ["from 3", "from 2"]
     assert {v["kind"] for v in violations[1:]} == {"coverage"}
+    row, unseen = ROW_IDS["sender"][:2]
+    problems = [v["problem"] for v in violations[1:]]
+    assert f"taken 5 times, at least 100: {row}" in problems
+    assert f"never taken: {unseen}" in problems
     assert main(["verify", "lifecycles", "--replay", str(tmp_path / "lifecycles-broken.json")]) == 1
     assert "BROKEN: 1 is bad" in capsys.readouterr().out
+
+
+def explored(rows: dict[str, int]) -> list[proving.Ran]:
+    """A run that found nothing wrong, and took the rows so often."""
+    found = Exploration(4, 3, 0.0, 3, True, (), rows)
+    return [proving.Ran(countdown(), found)]
+
+
+def test_a_whole_run_takes_every_row_a_hundred_times(tmp_path: Path) -> None:
+    """Issue 3, point 8: over the closing run every row of every table at least 100 times; a
+    run of some worlds may take them less often."""
+    rows = {row: proving.MIN_TAKEN for table in ROW_IDS.values() for row in table}
+    enough = proving.report_of(explored(rows), 1.0, is_whole=True, save=tmp_path)
+    assert (enough["violations"], enough["rows_rarely_taken"]) == ([], {})
+    rare, unseen = ROW_IDS["sender"][:2]
+    short = explored(rows | {rare: 99, unseen: 0})
+    part = proving.report_of(short, 1.0, is_whole=False, save=tmp_path)
+    assert (part["violations"], part["rows_rarely_taken"]) == ([], {rare: 99})
+    assert part["rows_never_taken"] == [unseen]
+    whole = proving.report_of(short, 1.0, is_whole=True, save=tmp_path)
+    assert whole["violations"] == [
+        {"kind": "coverage", "problem": f"never taken: {unseen}"},
+        {"kind": "coverage", "problem": f"taken 99 times, at least 100: {rare}"},
+    ]
 
 
 @pytest.mark.usefixtures("worlds")
