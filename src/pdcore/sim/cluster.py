@@ -61,7 +61,7 @@ class SimRouter:
     def _start(self) -> None:
         site = self.site
         prefills = [seat for seat in self._seats if seat.role is Role.PREFILL]
-        app = create_router_app(
+        made = create_router_app(
             [seat.http for seat in prefills],
             [seat.http for seat in self._seats if seat.role is Role.DECODE],
             [split_host_port(seat.bootstrap)[1] for seat in prefills],
@@ -80,8 +80,8 @@ class SimRouter:
             ),
             probe_interval_s=PROBE_S,
         )
+        app = site.parts.wrap_app(made, "router")
         site.wire.listen(ROUTER, self.process, app)
-
         site.loop.create_task(run_app(app))
 
 

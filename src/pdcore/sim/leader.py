@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message
 
 from pdcore.control.bootstrap_client import split_host_port
 from pdcore.control.codec import decode_worker_message, encode_link
@@ -111,14 +111,16 @@ class SimLeader:
         """With an empty table, and an epoch that is later than any before."""
         config = RankTableConfig(self.seat.http, self.seat.layout, lease_s=LEASE_S)
         table = RankTable(config, first_epoch=int(self._clock.unix() * 1000))
-        app = create_bootstrap_app(table, self._clock, TOKEN)
+        made = create_bootstrap_app(table, self._clock, TOKEN)
+        app = self.site.parts.wrap_app(made, f"{self.seat.name}.bootstrap")
         self.site.wire.listen(Origin(*split_host_port(self.seat.bootstrap)), self.process, app)
 
     def _start(self) -> None:
         site, seat = self.site, self.seat
         leg = LegOptions(seat.role, seat.http, request_timeout_s=10.0)
         options = InstanceOptions(leg, bootstrap=seat.bootstrap)
-        app = create_instance_app(options, TEXT, self.dispatcher, clock=self._clock)
+        made = create_instance_app(options, TEXT, self.dispatcher, clock=self._clock)
+        app = site.parts.wrap_app(made, seat.name)
         site.wire.listen(Origin(*split_host_port(seat.http)), self.process, app)
         site.loop.create_task(run_app(app))
         if seat.role is Role.PREFILL:
@@ -128,10 +130,19 @@ class SimLeader:
         self.dispatcher.on_message(index, message)
 
 
-async def run_app(app: Starlette) -> None:
-    """An app's life, as its server runs it."""
-    async with app.router.lifespan_context(app):
-        await asyncio.Event().wait()
+async def run_app(app: ASGIApp) -> None:
+    """An app's life, as its server runs it: started, and never told to stop."""
+    heard: list[Message] = [{"type": "lifespan.startup"}]
+
+    async def receive() -> Message:
+        if not heard:
+            await asyncio.Event().wait()
+        return heard.pop()
+
+    async def send(message: Message) -> None:
+        """Whoever cannot start raises besides."""
+
+    await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, receive, send)
 
 
 def _nowhere(index: int, message: WorkerMessage) -> None:

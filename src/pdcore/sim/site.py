@@ -11,6 +11,7 @@ from contextvars import Context, copy_context
 from typing import Final
 
 import attrs
+from starlette.types import ASGIApp
 
 from pdcore.config import CoreLimits
 from pdcore.control.memory import FaultPlan, MemoryNetwork
@@ -128,22 +129,31 @@ def _as_it_is(transport: Transport) -> Transport:
     return transport
 
 
+def _served_as_it_is(app: ASGIApp, name: str) -> ASGIApp:
+    return app
+
+
 def _untouched(worker: Worker) -> None:
     """The product's own."""
 
 
 @attrs.frozen
 class Parts:
-    """What a world is made of besides the product: somebody's own engine, transport or queue.
+    """What a world is made of besides the product: somebody's own engine, transport, queue
+    or server.
 
     ``make_runner(sleep, model)``: the engine of one worker; it calls ``sleep`` with the seconds
     that a step costs, and must give :func:`~pdcore.engine.simulated.simulated_tokens` of
     ``model``. ``wrap_transport``: around the loopback transport of one worker.
-    ``on_worker``: called with every worker before it runs, to replace what is its own."""
+    ``on_worker``: called with every worker before it runs, to replace what is its own.
+    ``wrap_app(app, name)``: what answers HTTP in place of an app of the product, around it or
+    without it, each time that its process starts: ``router``, an instance by its name (``p0``,
+    ``d1``), or the bootstrap server of one (``p0.bootstrap``, which has no lifespan)."""
 
     make_runner: Callable[[Callable[[float], None], SimulatedConfig], ModelRunner] = _simulated
     wrap_transport: Callable[[Transport], Transport] = _as_it_is
     on_worker: Callable[[Worker], object] = _untouched
+    wrap_app: Callable[[ASGIApp, str], ASGIApp] = _served_as_it_is
 
 
 @attrs.define(eq=False)
