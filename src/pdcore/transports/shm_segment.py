@@ -38,6 +38,8 @@ from pdcore.transports.process_proof import boot_id, this_process
 from pdcore.types import Incarnation
 
 NAMED_DIRECTORY: Final = "/dev/shm"
+#: What helps whoever wants more memory than there is.
+FEWER_BLOCKS: Final = "configure fewer KV blocks"
 HEADER_BYTES: Final = mmap.PAGESIZE
 
 #: From linux/mman.h (5.14); not in Python's mmap module.
@@ -122,17 +124,17 @@ def memfd_works() -> bool:
     return True
 
 
-def available_bytes() -> int:
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """What can be allocated without driving the machine, or our cgroup, out of memory."""
     try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        lines = (proc / "meminfo").read_text("ascii").splitlines()
     except OSError:  # another system than Linux
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = 1 << 62
     for line in lines:
         if line.startswith("MemAvailable:"):
             limit = int(line.split()[1]) * 1024
-    for directory in _cgroups():
+    for directory in _cgroups(proc, cgroups):
         try:
             ceiling = (directory / "memory.max").read_text("ascii").strip()
             if ceiling == "max":
@@ -144,15 +146,14 @@ def available_bytes() -> int:
         counted = dict(line.split(maxsplit=1) for line in stat_lines)
         # Cached files (a model's weights, above all) make room when memory is needed.
         cached = int(counted.get("active_file", 0)) + int(counted.get("inactive_file", 0))
-        limit = min(limit, max(0, int(ceiling) - used + cached))
+        limit = min(limit, max(0, ceiling - used + cached))
     return limit
 
 
-def _cgroups() -> list[Path]:
+def _cgroups(proc: Path, root: Path) -> list[Path]:
     """Our cgroup (version 2) and those above it, each of which may have a limit."""
-    root = Path("/sys/fs/cgroup")
     try:
-        lines = Path("/proc/self/cgroup").read_text("ascii").splitlines()
+        lines = (proc / "self/cgroup").read_text("ascii").splitlines()
     except OSError:
         return [root]
     paths = [line[3:].lstrip("/") for line in lines if line.startswith("0::")]
@@ -223,7 +224,7 @@ def _check_size(size_bytes: int) -> None:
     if size_bytes > free:
         raise TransportError(
             f"not enough memory for a segment of {size_bytes} bytes: {free} are available; "
-            "configure fewer KV blocks"
+            f"{FEWER_BLOCKS}"
         )
 
 
@@ -239,7 +240,7 @@ def _reserve(fd: int, total_bytes: int, named_directory: str | None) -> None:
             hint = (
                 f"; {where} is too small (containers often give /dev/shm 64 MiB)"
                 if named_directory and error.errno == errno.ENOSPC
-                else "; configure fewer KV blocks"
+                else f"; {FEWER_BLOCKS}"
             )
             raise TransportError(
                 f"cannot reserve {total_bytes} bytes in {where}: {error.strerror}{hint}"
@@ -266,7 +267,11 @@ def _is_sealed(fd: int) -> bool:
 def _map(fd: int, offset: int, size_bytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise TransportError(
+            f"cannot map {size_bytes} bytes: {error.strerror}; {FEWER_BLOCKS}"
+        ) from error
+    except ValueError as error:  # a peer's file that has become shorter since it was looked at
         raise TransportError(f"cannot map {size_bytes} bytes: {error}") from error
     # Before the first page is there, so that no fork can ever share one.
     mapping.madvise(mmap.MADV_DONTFORK)

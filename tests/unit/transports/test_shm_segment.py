@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,95 @@ def test_too_much_is_an_error_now_not_a_signal_later() -> None:
     for size in (0, -5):
         with pytest.raises(TransportError, match="positive"):
             create_segment(size, US)
+
+
+def test_d60_no_room_to_map_it_names_the_size_and_the_remedy() -> None:
+    """A limit of the address space is met by mmap, when the memory is already reserved."""
+    program = f"""
+import resource, sys; sys.path[:] = {sys.path!r}
+from pdcore.errors import TransportError
+from pdcore.transports.shm_segment import create_segment
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (16 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    create_segment(64 << 20, b"u" * 16)
+except TransportError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    said = "cannot map 67108864 bytes: Cannot allocate memory; configure fewer KV blocks"
+    assert done.stdout.strip() == said
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., int]:
+    """What is available in a machine whose kernel says this: MemAvailable in KiB, our cgroup,
+    and of each cgroup (memory.max, memory.current, bytes of cached files)."""
+
+    def available(own: str, limits: dict[str, tuple[str, int, int]], kib: int = 4096) -> int:
+        proc, root = tmp_path / "proc", tmp_path / "cgroup"
+        (proc / "self").mkdir(parents=True)
+        (proc / "meminfo").write_text(f"MemTotal: 9999 kB\nMemAvailable:  {kib} kB\n")
+        if own:
+            (proc / "self/cgroup").write_text(own)
+        for name, (ceiling, used, cached) in limits.items():
+            group = root / name
+            group.mkdir(parents=True, exist_ok=True)
+            (group / "memory.max").write_text(f"{ceiling}\n")
+            (group / "memory.current").write_text(f"{used}\n")
+            stat = f"anon 5\nactive_file {cached}\ninactive_file 3\n"
+            (group / "memory.stat").write_text(stat)
+        return available_bytes(proc, root)
+
+    return available
+
+
+MACHINE_BYTES = 4096 * 1024
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "bytes_"),
+    [
+        ("0::/a/b\n", {}, MACHINE_BYTES),
+        ("0::/a/b\n", {"a/b": ("max", 7, 0)}, MACHINE_BYTES),
+        ("0::/a/b\n", {"a/b": ("1000", 600, 100)}, 1000 - 600 + 100 + 3),
+        ("0::/a/b\n", {"a/b": ("max", 7, 0), "a": ("5000", 600, 0)}, 4403),
+        ("0::/a/b\n", {"a/b": ("9000", 0, 0), "a": ("5000", 600, 0), "": ("2000", 0, 0)}, 2003),
+        ("0::/a/b\n", {"a/b": ("1000", 6000, 0)}, 0),
+        ("0::/a/b\n", {"a/b": ("much", 6000, 0)}, MACHINE_BYTES),
+        ("0::/a/b\n", {"a/c": ("1000", 0, 0)}, MACHINE_BYTES),
+        ("4:memory:/x\n0::/\n", {"": ("2000", 500, 0)}, 1503),
+        ("4:memory:/x\n", {"": ("2000", 500, 0)}, 1503),
+        ("", {"": ("2000", 500, 0)}, 1503),
+        ("0::/a\n", {"a": (str(1 << 40), 0, 0)}, MACHINE_BYTES),
+    ],
+    ids=[
+        "none seen",
+        "no limit",
+        "ours",
+        "above ours",
+        "the tightest",
+        "over it already",
+        "unreadable",
+        "a neighbour's",
+        "the root's",
+        "version 1 beside it",
+        "no cgroups",
+        "more than the machine",
+    ],
+)
+def test_d60_a_cgroups_limit_is_what_is_available(
+    machine: Callable[..., int],
+    own: str,
+    limits: dict[str, tuple[str, int, int]],
+    bytes_: int,
+) -> None:
+    """A container's limit kills whoever goes over it; the machine's free memory says nothing
+    of it. Cached files give way."""
+    assert machine(own, limits) == bytes_
 
 
 def test_a_small_dev_shm_is_a_clear_error(tmp_path: Path) -> None:
