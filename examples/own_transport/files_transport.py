@@ -20,6 +20,7 @@ from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
     Completion,
+    DeviceBuffer,
     HandleStatus,
     Notification,
     PeerDied,
@@ -46,6 +47,7 @@ CAPS = TransportCaps(
     alignment=1,
     detects_peer_death=True,
     death_fences=True,
+    doorbell=False,
 )
 
 
@@ -197,7 +199,7 @@ class FilesTransport:
             made.rename(self._home / f"{region.region_id}")
         return region
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         self._check_open()
         return self._regions.add(buffer, target=False)
 

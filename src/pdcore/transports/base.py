@@ -48,7 +48,8 @@ class TransportCaps:
     revocation: Revocation
     #: ``submit`` may block for the whole copy (then keep batches small).
     submit_blocks: bool
-    #: Descriptors per vendor call; larger batches are chunked inside the transport.
+    #: Descriptors of one call to the vendor, or to the kernel; 1 << 20 where there is none.
+    #: ``submit`` takes any number: larger batches are cut inside the transport.
     max_batch: int
     #: Required alignment of registered buffers in bytes.
     alignment: int
@@ -60,6 +61,9 @@ class TransportCaps:
     quarantine_s: float = 0.0
     device_kinds: tuple[str, ...] = ("cpu",)
     cross_host: bool = False
+    #: ``fileno`` is a descriptor until ``close``. Without one, ``poll`` is called every
+    #: millisecond.
+    doorbell: bool = True
 
     def as_json(self) -> dict[str, object]:
         """For reports: plain values only."""
@@ -68,11 +72,22 @@ class TransportCaps:
 
 @attrs.frozen
 class Region:
-    """Registered memory. ``buffer`` is writable, one byte per item."""
+    """Registered memory. ``buffer`` is writable, one byte per item; empty where the memory is a
+    device's, which this process cannot read."""
 
     region_id: int
     size_bytes: int
     buffer: memoryview = attrs.field(repr=False, eq=False)
+
+
+@attrs.frozen
+class DeviceBuffer:
+    """Memory of an NPU or a GPU, such as a tensor's ``data_ptr()`` and ``nbytes``. It must stay
+    where it is until it is deregistered; nothing here looks into it."""
+
+    address: int
+    size_bytes: int
+    readonly: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -139,10 +154,10 @@ class Memory(Protocol):
         not enough (never SIGBUS later)."""
         ...
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Register existing memory: a source, and where it is writable a target too, unless
         the transport says that its targets come from ``allocate``. Raises TransportError when
-        this transport cannot."""
+        this transport cannot: a device's memory where ``device_kinds`` do not name it."""
         ...
 
     def deregister(self, region: Region) -> None: ...
@@ -214,7 +229,8 @@ class Transport(Memory, Writer, Target, Protocol):
         ...
 
     def fileno(self) -> int | None:
-        """A descriptor readable when ``poll`` has something, or None (poll always)."""
+        """A descriptor readable when ``poll`` has something; None where no ``doorbell`` is
+        declared (poll always), and after ``close``."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> list[str]:

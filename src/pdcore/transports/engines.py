@@ -16,6 +16,9 @@ import attrs
 from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
 
+#: Memory of this process, among kinds of memory.
+CPU: Final = "cpu"
+
 #: What a kernel goes on sending of a process that died, where a cable may be cut: it sends again
 #: after 0.2 s and twice as long each time, eight times. So the next attempt comes up to 51 s after
 #: the cable is back, and with it the proof of the death (4 MB landed 5 s after it, measured over
@@ -40,13 +43,15 @@ class EngineLimits:
     bytes; ``lands_late_s``: how long bytes of a call that failed, or of a process that died,
     may go on landing (0: never after the call returned, or the process ended);
     ``target_page``: peers are let into memory by whole pages of so many bytes, so what is
-    allocated has pages of its own, and registered memory that is none is a source only."""
+    allocated has pages of its own, and registered memory that is none is a source only;
+    ``device_kinds``: whose memory it reaches, without "cpu" that of devices only."""
 
     max_batch: int
     max_bytes: int
     alignment: int
     lands_late_s: float
     target_page: int = 1
+    device_kinds: tuple[str, ...] = (CPU,)
 
 
 class Engine(Protocol):

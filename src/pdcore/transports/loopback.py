@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
+    DeviceBuffer,
     HandleStatus,
     PeerSession,
     Region,
@@ -85,7 +86,7 @@ class LoopbackTransport:
             raise TransportError(f"not enough memory for {size_bytes} bytes") from None
         return self._endpoint.regions.add(memoryview(memory), target=True)
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         return self._endpoint.regions.add(buffer, target=not buffer.readonly)
 
     def deregister(self, region: Region) -> None:

@@ -29,7 +29,7 @@ import attrs
 
 from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
-from pdcore.transports.engines import EngineLimits, WriteFailed
+from pdcore.transports.engines import CPU, EngineLimits, WriteFailed
 from pdcore.transports.memfabric_vendor import (
     INVALID_ARGUMENT,
     Vendor,
@@ -76,7 +76,8 @@ class MemFabricOptions:
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(MAX_BATCH, MAX_CALL_BYTES, 1, self.lands_late_s, PAGE_BYTES)
+        kinds = (CPU, "npu")
+        return EngineLimits(MAX_BATCH, MAX_CALL_BYTES, 1, self.lands_late_s, PAGE_BYTES, kinds)
 
 
 @attrs.frozen(eq=False)

@@ -39,7 +39,12 @@ import attrs
 from pdcore.errors import TransportError
 from pdcore.kv.plan import Int64Array
 from pdcore.transports.base import Transport
-from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, EngineLimits, WriteFailed
+from pdcore.transports.engines import (
+    CPU,
+    LANDS_LATE_BETWEEN_HOSTS_S,
+    EngineLimits,
+    WriteFailed,
+)
 from pdcore.transports.onesided import OneSidedTransport, caps_of
 from pdcore.transports.onesided_side import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S, SideOptions
 from pdcore.transports.registry import TransportPlugin, WorkerPlace
@@ -130,14 +135,18 @@ class MooncakeEngine:
     ) -> None:
         if protocol not in PROTOCOLS:
             raise TransportError(f"protocol: {protocol!r} is none of {', '.join(PROTOCOLS)}")
-        if protocol == "ascend":
+        is_ascend = protocol == "ascend"
+        if is_ascend:
             # HIXL works on the device that its process has chosen before.
             make_backend("hccl", host, device_index).enter_thread()
-        alignment = ASCEND_ALIGNMENT if protocol == "ascend" else LIMITS.alignment
+        alignment = ASCEND_ALIGNMENT if is_ascend else LIMITS.alignment
+        kinds = (CPU, "npu") if is_ascend else LIMITS.device_kinds
         self._host = _numeric(host)
         is_one_host = ipaddress.IPv4Address(self._host).is_loopback
         late_s = LANDS_LATE_S if is_one_host else LANDS_LATE_BETWEEN_HOSTS_S
-        self.limits = attrs.evolve(LIMITS, alignment=alignment, lands_late_s=late_s)
+        self.limits = attrs.evolve(
+            LIMITS, alignment=alignment, lands_late_s=late_s, device_kinds=kinds
+        )
         self._settings = self._host, protocol, device_name
         _tell_vendor(stall_timeout_s)
         self._ids = itertools.count(1)

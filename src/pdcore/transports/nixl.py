@@ -35,7 +35,12 @@ import numpy as np
 
 from pdcore.errors import PeerGone, TransportError
 from pdcore.kv.plan import Int64Array
-from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, EngineLimits, WriteFailed
+from pdcore.transports.engines import (
+    CPU,
+    LANDS_LATE_BETWEEN_HOSTS_S,
+    EngineLimits,
+    WriteFailed,
+)
 from pdcore.transports.nixl_vendor import (
     Agent,
     Handle,
@@ -52,8 +57,8 @@ from pdcore.types import Incarnation
 
 NAME: Final = "nixl"
 _LOOPBACK_DEVICE: Final = "lo"
-#: NIXL's words for kinds of memory.
-MEM_TYPES: Final = ("DRAM", "VRAM")
+#: NIXL's words for kinds of memory, and what they are.
+MEM_TYPES: Final = {"DRAM": CPU, "VRAM": "cuda"}
 #: One call's: what other peers' calls wait for, and the steps in which a cancel is seen.
 MAX_BATCH: Final = 4096
 MAX_BYTES: Final = 32 << 20
@@ -93,11 +98,11 @@ def _parse_address(address: bytes) -> tuple[str, bytes]:
 class NixlEngine:
     """See :class:`pdcore.transports.engines.Engine`. Any number of threads.
 
-    ``mem_type``: the kind of all memory that is registered, DRAM or VRAM (then of the device
-    ``device_index``). ``ucx_tls``: the one way UCX may use, such as tcp; ``ucx_device``: the
-    one network interface it may use, such as eth0; both None: UCX chooses. Several are given
-    by UCX_TLS and UCX_NET_DEVICES in the environment of the process, which win.
-    Raises TransportError for bad options, and where NIXL does not start.
+    ``mem_type``: the kind of all memory that is registered, here and at peers: DRAM, or VRAM of
+    the device ``device_index``, which is registered by address. ``ucx_tls``: the one way UCX may
+    use, such as tcp; ``ucx_device``: the one network interface it may use, such as eth0; both
+    None: UCX chooses. Several are given by UCX_TLS and UCX_NET_DEVICES in the environment of the
+    process, which win. Raises TransportError for bad options, and where NIXL does not start.
     """
 
     def __init__(
@@ -113,7 +118,8 @@ class NixlEngine:
             raise TransportError(f"mem_type: {mem_type!r} is not one of {', '.join(MEM_TYPES)}")
         is_one_host = ucx_device == _LOOPBACK_DEVICE
         late_s = LANDS_LATE_S if is_one_host else LANDS_LATE_BETWEEN_HOSTS_S
-        self.limits = attrs.evolve(LIMITS, lands_late_s=late_s)
+        kinds = (MEM_TYPES[mem_type],)
+        self.limits = attrs.evolve(LIMITS, lands_late_s=late_s, device_kinds=kinds)
         self._mem_type = mem_type
         self._device_index = device_index
         self._vendor = Vendor()

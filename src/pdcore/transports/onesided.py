@@ -35,6 +35,7 @@ from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
     Completion,
+    DeviceBuffer,
     Notification,
     PeerDied,
     PeerSession,
@@ -51,6 +52,7 @@ from pdcore.transports.onesided_memory import EngineMemory
 from pdcore.transports.onesided_sender import Sender
 from pdcore.transports.onesided_side import SideChannel, SideOptions
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.socket_address import TCP
 from pdcore.transports.socket_links import NoteCame
 from pdcore.types import Incarnation, LeaseId
 
@@ -68,11 +70,12 @@ def caps_of(limits: EngineLimits, *, cross_host: bool) -> TransportCaps:
         native_notify=True,
         revocation=Revocation.QUARANTINE if lands_late else Revocation.SENDER_ACK,
         submit_blocks=False,
-        max_batch=1 << 20,
+        max_batch=limits.max_batch,
         alignment=limits.alignment,
         detects_peer_death=True,
         death_fences=not lands_late,
         quarantine_s=limits.lands_late_s,
+        device_kinds=limits.device_kinds,
         cross_host=cross_host,
     )
 
@@ -93,7 +96,8 @@ class OneSidedTransport:
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        self.caps = caps_of(engine.limits, cross_host=cross_host)
+        reaches = cross_host and TCP in options.families
+        self.caps = caps_of(engine.limits, cross_host=reaches)
         self._engine = engine
         self._regions = RegionTable()
         self._memory = EngineMemory(engine, self._regions)
@@ -112,7 +116,7 @@ class OneSidedTransport:
         _check_open(self._closed)
         return _published(self, self._memory.allocate(size_bytes))
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Peers may be granted parts of it, unless it is read-only, or not whole pages where
         the engine opens memory by pages. Raises TransportError also for memory that is not
         aligned as the engine needs it."""

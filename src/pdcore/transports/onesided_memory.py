@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from pdcore.errors import TransportError
-from pdcore.transports.base import Region
-from pdcore.transports.engines import Engine
+from pdcore.transports.base import DeviceBuffer, Region
+from pdcore.transports.engines import CPU, Engine
 from pdcore.transports.onesided_chunks import Welcome, base_of
 from pdcore.transports.regions import RegionTable, zeroed_pages
 
@@ -24,15 +24,26 @@ class EngineMemory:
     def allocate(self, size_bytes: int) -> Region:
         """Aligned, and in pages of its own where the engine opens memory by pages."""
         limits = self._engine.limits
+        if CPU not in limits.device_kinds:
+            raise TransportError(
+                f"memory of this transport is that of a device ({', '.join(limits.device_kinds)}): "
+                "let the engine allocate it, and register it as a DeviceBuffer"
+            )
         page = limits.target_page
         whole = zeroed_pages(-(-size_bytes // page) * page, max(page, limits.alignment))
         return self._add(whole[:size_bytes], whole.nbytes, target=True)
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """A target unless it is read-only, or shares pages that the engine would open."""
         page = self._engine.limits.target_page
-        target = not buffer.readonly and (page == 1 or _is_whole(buffer, page))
-        return self._add(buffer, buffer.nbytes, target=target)
+        if isinstance(buffer, memoryview):
+            target = not buffer.readonly and (page == 1 or _is_whole(buffer, page))
+            return self._add(buffer, buffer.nbytes, target=target)
+        if self._engine.limits.device_kinds == (CPU,):
+            return self._regions.add(buffer, target=False)  # says why not
+        is_whole = buffer.address % page == 0 and buffer.size_bytes % page == 0
+        region = self._regions.add_device(buffer, target=is_whole and not buffer.readonly)
+        return self._enter(region, buffer.size_bytes)
 
     def remove(self, region: Region) -> tuple[int, int]:
         """It is a region no more; where the engine still knows it, and how many bytes."""
@@ -48,7 +59,10 @@ class EngineMemory:
         return targets, Welcome(bases, self._engine.address()).encode()
 
     def _add(self, buffer: memoryview, entered_bytes: int, *, target: bool) -> Region:
-        region = self._regions.add(buffer, target=target)
+        return self._enter(self._regions.add(buffer, target=target), entered_bytes)
+
+    def _enter(self, region: Region, entered_bytes: int) -> Region:
+        """Tell the engine. A region that it does not take is none."""
         base = base_of(self._regions.arrays[region.region_id])
         try:
             alignment = self._engine.limits.alignment

@@ -6,6 +6,7 @@ A region has two kinds of holders: leases (granted to peers, they write it) and 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from collections import Counter
@@ -16,13 +17,15 @@ import attrs
 import numpy as np
 
 from pdcore.errors import TransportError
-from pdcore.transports.base import Region, RemoteLease
+from pdcore.transports.base import DeviceBuffer, Region, RemoteLease
 from pdcore.transports.check import MAX_REGION_BYTES, check_lease
 from pdcore.transports.copy import ByteArray
 from pdcore.transports.shm_segment import available_bytes
 from pdcore.types import LeaseId
 
 _FEW_RANGES: Final = 16
+#: Addresses and sums of them fit an int64.
+_LAST_ADDRESS: Final = 1 << 62
 
 
 @attrs.define
@@ -59,9 +62,16 @@ class RegionTable:
         self._pins: Counter[int] = Counter()
         self._grants: dict[LeaseId, _Grant] = {}
 
-    def add(self, buffer: memoryview, *, target: bool) -> Region:
+    def add(self, buffer: memoryview | DeviceBuffer, *, target: bool) -> Region:
         """``target``: peers may be granted parts of it. Raises TransportError unless the
-        buffer is contiguous, not empty, and writable where it is a target."""
+        buffer is contiguous, not empty, and writable where it is a target; and for a device's
+        memory: who can move it calls :meth:`add_device`."""
+        if isinstance(buffer, DeviceBuffer):
+            raise TransportError(
+                "this transport moves memory of its process only, not that of a device: use one "
+                "whose device_kinds name it (nixl with mem_type VRAM, mooncake with protocol "
+                "ascend, memfabric), or copy to the host first"
+            )
         if not buffer.c_contiguous or buffer.nbytes == 0 or buffer.nbytes > MAX_REGION_BYTES:
             raise TransportError(
                 f"a region must be contiguous and hold 1 to {MAX_REGION_BYTES} bytes, "
@@ -70,10 +80,25 @@ class RegionTable:
         if target and buffer.readonly:
             raise TransportError("a region that peers write must be writable")
         flat = buffer.cast("B")
-        region = Region(next(self._ids), flat.nbytes, flat)
+        return self._add(flat, np.frombuffer(flat, np.uint8), target=target)
+
+    def add_device(self, buffer: DeviceBuffer, *, target: bool) -> Region:
+        """Memory that only a device can read and write: its array says where it lies, and
+        ends the process that looks into it. Raises TransportError for a place that is none."""
+        address, size_bytes = buffer.address, buffer.size_bytes
+        if not 0 < size_bytes <= MAX_REGION_BYTES or not 0 < address <= _LAST_ADDRESS - size_bytes:
+            raise TransportError(
+                f"no region of a device: {size_bytes} bytes at {address:#x}; give a tensor's "
+                f"data_ptr() and nbytes, 1 to {MAX_REGION_BYTES} bytes"
+            )
+        items = memoryview((ctypes.c_ubyte * size_bytes).from_address(address))
+        return self._add(memoryview(b""), np.frombuffer(items, np.uint8), target=target)
+
+    def _add(self, buffer: memoryview, array: ByteArray, *, target: bool) -> Region:
+        region = Region(next(self._ids), array.nbytes, buffer)
         self._regions[region.region_id] = region
-        self.arrays[region.region_id] = np.frombuffer(flat, np.uint8)
-        self.sizes[region.region_id] = flat.nbytes
+        self.arrays[region.region_id] = array
+        self.sizes[region.region_id] = array.nbytes
         if target:
             self._targets.add(region.region_id)
         return region

@@ -26,6 +26,7 @@ from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports import shm_attach
 from pdcore.transports.base import (
+    DeviceBuffer,
     PeerDied,
     PeerSession,
     Region,
@@ -65,7 +66,7 @@ CAPS: Final = TransportCaps(
     native_notify=True,
     revocation=Revocation.SENDER_ACK,
     submit_blocks=False,
-    max_batch=1 << 20,
+    max_batch=shm_attach.MAX_ROWS,
     alignment=1,
     detects_peer_death=True,
     death_fences=True,
@@ -136,7 +137,7 @@ class ShmTransport:
             return self._receiver.register(zeroed_pages(size_bytes))
         return self._receiver.allocate(size_bytes)
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Any memory of this process. Peers may write it where it is writable and the kernel
         lets them; one that it does not let is refused with the reason, at ``connect`` when
         there is nothing else to write, else at ``submit``."""

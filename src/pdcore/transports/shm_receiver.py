@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from pdcore.errors import TransportError
-from pdcore.transports.base import Notification, Region
+from pdcore.transports.base import DeviceBuffer, Notification, Region
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.shm_attach import Attachable
 from pdcore.transports.shm_door import Door
@@ -44,7 +44,7 @@ class Receiver:
             self._segments[region.region_id] = segment
         return region
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Memory that is there already: peers may write it where it is writable."""
         region = self._regions.add(buffer, target=not buffer.readonly)
         if not buffer.readonly:

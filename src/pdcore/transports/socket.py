@@ -24,6 +24,7 @@ import attrs
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
+    DeviceBuffer,
     Notification,
     PeerSession,
     Region,
@@ -51,6 +52,7 @@ from pdcore.transports.socket_loop import Bind, Loop
 from pdcore.transports.socket_outgoing import Ended
 from pdcore.transports.socket_sender import Sender
 from pdcore.transports.socket_table import MAX_TOLD
+from pdcore.transports.socket_wire import MAX_PIECES
 from pdcore.types import Incarnation, LeaseId
 
 NAME: Final = "socket"
@@ -63,7 +65,7 @@ CAPS: Final = TransportCaps(
     native_notify=True,
     revocation=Revocation.RECEIVER_ENFORCED,
     submit_blocks=False,
-    max_batch=1 << 20,
+    max_batch=MAX_PIECES,
     alignment=1,
     detects_peer_death=True,
     death_fences=True,
@@ -136,7 +138,7 @@ class SocketTransport:
         _check_open(self._closed)
         return self.register(zeroed_pages(size_bytes))
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Peers may be granted parts of it, unless it is read-only."""
         _check_open(self._closed)
         region = self._regions.add(buffer, target=not buffer.readonly)

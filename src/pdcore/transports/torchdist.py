@@ -36,6 +36,7 @@ from typing import Final
 from pdcore.errors import TransportError
 from pdcore.kv.plan import WriteBatch
 from pdcore.transports.base import (
+    DeviceBuffer,
     PeerSession,
     Region,
     RemoteLease,
@@ -130,7 +131,7 @@ class TorchDistTransport:
         with self._hub.lock:
             return self._regions.add(memory, target=True)
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, buffer: memoryview | DeviceBuffer) -> Region:
         """Host memory; a target when it is writable."""
         _check_open(self._closed)
         with self._hub.lock:

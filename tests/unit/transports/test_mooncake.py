@@ -199,6 +199,8 @@ def test_ascend_has_huge_pages_and_its_device_first(
     engine = MooncakeEngine(HOST, protocol="ascend", device_index=3)
     assert order == [0]
     assert engine.limits.alignment == 2 << 20
+    assert engine.limits.device_kinds == ("cpu", "npu")
+    assert MooncakeEngine(HOST).limits.device_kinds == ("cpu",)
     assert fake.made[0].said == [(HOST, "P2PHANDSHAKE", "ascend", "")]
 
 

@@ -165,6 +165,18 @@ def child() -> Iterator[Child]:
     made.close()
 
 
+@needs_wheel
+def test_vram_is_registered_by_address_and_not_allocated() -> None:
+    """Pages of the host are none of a GPU's: NIXL answers NIXL_ERR_BACKEND for them."""
+    transport = nixl.create(incarnation(), mem_type="VRAM")
+    try:
+        assert transport.caps.device_kinds == ("cuda",)
+        with pytest.raises(TransportError, match=r"a device \(cuda\).*register it as a DeviceBuf"):
+            transport.allocate(4096)
+    finally:
+        transport.close()
+
+
 # --- without the wheel -------------------------------------------------------------------
 
 

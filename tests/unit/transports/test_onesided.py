@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import select
 from pathlib import Path
 
 import attrs
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 
 from pdcore.errors import TransportError
+from pdcore.kv.plan import Int64Array
 from pdcore.testing.conformance import run_conformance
 from pdcore.testing.transport_checks_data import finish
-from pdcore.testing.transport_harness import Pair, RegistryHarness
+from pdcore.testing.transport_harness import Pair, RegistryHarness, make_batch, make_lease
 from pdcore.testing.transport_watch import pump
 from pdcore.transports import onesided
-from pdcore.transports.base import Revocation
+from pdcore.transports.base import DeviceBuffer, Revocation
 from pdcore.transports.onesided import caps_of
 from pdcore.transports.onesided_side import SideOptions
 from pdcore.types import Incarnation
@@ -87,6 +90,82 @@ def test_memory_is_as_the_engine_needs_it() -> None:
         with pytest.raises(TransportError, match="aligned to 2097152 bytes: use allocate"):
             transport.register(pages[64:])
         assert len(engine.registered) == 4
+    finally:
+        transport.close()
+
+
+class Device(AttachEngine):
+    """An engine of a device whose memory this process may not touch: it looks for the bytes of
+    an address elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(attrs.evolve(LIMITS, device_kinds=("npu",)))
+        self.places: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+        self._mapped: list[mmap.mmap] = []
+
+    def tensor(self, size_bytes: int) -> DeviceBuffer:
+        """Whoever reads or writes there dies of SIGSEGV."""
+        forbidden = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0)
+        address = int(np.frombuffer(forbidden, np.uint8).ctypes.data)
+        self._mapped.append(forbidden)
+        self.places[address] = np.zeros(size_bytes, np.uint8)
+        return DeviceBuffer(address, size_bytes)
+
+    def _move(self, peer: int, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> None:
+        for start, into, size in zip(local, remote, lengths, strict=True):
+            self._bytes(int(into), int(size))[:] = self._bytes(int(start), int(size))
+
+    def _bytes(self, start: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        for address, memory in self.places.items():
+            if address <= start < address + len(memory):
+                return memory[start - address :][:size]
+        raise AssertionError(f"{start:#x} is nobody's")
+
+
+def test_memory_of_a_device_is_moved_and_never_looked_into() -> None:
+    """Issue 4.1: KV of an NPU or a GPU. It is registered by address, written by the engine, and
+    this process would not survive a look at it."""
+    device = Device()
+    sender = make(Incarnation(os.urandom(16)), device)
+    receiver = make(Incarnation(os.urandom(16)), device)
+    try:
+        assert receiver.caps.device_kinds == ("npu",)
+        with pytest.raises(TransportError, match=r"a device \(npu\).*as a DeviceBuffer"):
+            receiver.allocate(4096)
+        ours, theirs = device.tensor(4096), device.tensor(8192)
+        device.places[ours.address][:] = np.arange(4096) % 251
+        source, target = sender.register(ours), receiver.register(theirs)
+        assert (target.size_bytes, len(target.buffer)) == (8192, 0)
+        lease = make_lease(receiver.incarnation, 1, {target.region_id: [(4096, 8192)]})
+        receiver.grant(lease)
+        session = sender.connect(receiver.descriptor())
+        batch = make_batch(source, target, (8, 4096 + 16, 4000))
+        sender.submit(session, [batch], lease, b"done")
+        bell = select.poll()
+        bell.register(receiver.fileno() or 0, select.POLLIN)
+        assert bell.poll(20_000), "nothing came"
+        while not receiver.poll():
+            bell.poll(20_000)
+        expected = np.zeros(8192, np.uint8)
+        expected[4096 + 16 :][:4000] = (np.arange(4096) % 251)[8:4008]
+        assert bytes(device.places[theirs.address]) == bytes(expected)
+        with pytest.raises(TransportError, match="lease"):
+            receiver.deregister(target)
+        receiver.release(lease.lease)
+        receiver.deregister(target)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_a_read_only_tensor_is_a_source_only() -> None:
+    device = Device()
+    transport = make(Incarnation(os.urandom(16)), device)
+    try:
+        source = transport.register(attrs.evolve(device.tensor(4096), readonly=True))
+        lease = make_lease(transport.incarnation, 1, {source.region_id: [(0, 64)]})
+        with pytest.raises(TransportError):
+            transport.grant(lease)
     finally:
         transport.close()
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pdcore.errors import TransportError
+from pdcore.transports.base import DeviceBuffer
 from pdcore.transports.onesided import OneSidedTransport
 from pdcore.transports.onesided_chunks import base_of
 from pdcore.transports.onesided_memory import EngineMemory
@@ -62,6 +63,16 @@ def test_memory_that_shares_a_page_is_a_source_only(
     assert len(engine.registered) == 5
     whole = memory.register(pages[2 * PAGE :])
     assert regions.targets() == {whole.region_id: 2 * PAGE}
+
+
+def test_a_device_has_pages_of_its_own_too(regions: RegionTable) -> None:
+    """Peers would be let into what else lies in the page. Nobody looks into it here."""
+    limits = attrs.evolve(LIMITS, target_page=PAGE, device_kinds=("cpu", "npu"))
+    memory = EngineMemory(AttachEngine(limits), regions)
+    whole = memory.register(DeviceBuffer(8 * PAGE, PAGE))
+    memory.register(DeviceBuffer(8 * PAGE + 64, PAGE))
+    memory.register(DeviceBuffer(8 * PAGE, PAGE - 64))
+    assert regions.targets() == {whole.region_id: PAGE}
 
 
 def test_without_pages_any_writable_memory_is_a_target(regions: RegionTable) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.errors import TransportError
-from pdcore.transports.base import Region, RemoteLease
-from pdcore.transports.check import check_lease
+from pdcore.transports.base import DeviceBuffer, Region, RemoteLease
+from pdcore.transports.check import MAX_REGION_BYTES, check_lease
 from pdcore.transports.regions import RegionTable, is_plainly_sound, zeroed_pages
 from pdcore.types import Incarnation, LeaseId
 
@@ -39,6 +39,41 @@ def test_what_is_no_region() -> None:
             table.add(buffer, target=target)
     assert table.add(memoryview(b"read only"), target=False).buffer.readonly
     assert table.targets() == {}
+
+
+def test_memory_of_a_device_says_where_it_lies() -> None:
+    """Its array is never looked into: there is nothing at that address."""
+    table = RegionTable()
+    region = table.add_device(DeviceBuffer(1 << 40, 4096), target=True)
+    assert (region.size_bytes, bytes(region.buffer)) == (4096, b"")
+    assert table.arrays[region.region_id].ctypes.data == 1 << 40
+    assert table.targets() == {region.region_id: 4096}
+    table.remove(region)
+    assert table.targets() == {}
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        DeviceBuffer(0, 4096),
+        DeviceBuffer(-4096, 4096),
+        DeviceBuffer(4096, 0),
+        DeviceBuffer(4096, -1),
+        DeviceBuffer(4096, MAX_REGION_BYTES + 1),
+        DeviceBuffer((1 << 62) - 4095, 4096),
+    ],
+)
+def test_no_memory_of_a_device(buffer: DeviceBuffer) -> None:
+    table = RegionTable()
+    with pytest.raises(TransportError, match=r"data_ptr\(\) and nbytes"):
+        table.add_device(buffer, target=True)
+    assert table.targets() == {}
+
+
+def test_a_transport_of_host_memory_refuses_a_devices() -> None:
+    """A look into it would end the process; the remedy is named."""
+    with pytest.raises(TransportError, match=r"nixl with mem_type VRAM.*copy to the host"):
+        RegionTable().add(DeviceBuffer(4096, 4096), target=True)
 
 
 def test_remove_refuses_while_somebody_holds_it() -> None:
