@@ -136,9 +136,10 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
             limit = int(line.split()[1]) * 1024
     for directory in _cgroups(proc, cgroups):
         try:
-            ceiling = (directory / "memory.max").read_text("ascii").strip()
-            if ceiling == "max":
+            text = (directory / "memory.max").read_text("ascii").strip()
+            if text == "max":
                 continue
+            ceiling = int(text)
             used = int((directory / "memory.current").read_text("ascii"))
             stat_lines = (directory / "memory.stat").read_text("ascii").splitlines()
         except (OSError, ValueError):
