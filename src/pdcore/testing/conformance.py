@@ -8,7 +8,7 @@ A transport's author runs it on an own harness, usually a
     assert report.ok, report
 
 A check is skipped only for a capability the transport declares missing, and the least
-that each transport of pdcore must declare is pinned in ``MINIMUM_CAPS``: a transport
+that each transport of pdcore must declare is pinned in ``transport_caps``: a transport
 cannot pass by declaring less.
 """
 
@@ -29,8 +29,8 @@ from pdcore.testing import transport_checks_growth as growth
 from pdcore.testing import transport_checks_lease as lease
 from pdcore.testing import transport_checks_life as life
 from pdcore.testing import transport_checks_process as process
-from pdcore.testing.transport_caps import MINIMUM_CAPS
-from pdcore.testing.transport_harness import TransportHarness
+from pdcore.testing.transport_caps import broken_pins, pins_of
+from pdcore.testing.transport_harness import RegistryHarness, TransportHarness
 from pdcore.transports.base import Revocation, TransportCaps
 
 
@@ -89,12 +89,14 @@ def minimum_capabilities(harness: TransportHarness) -> None:
         caps, name = transport.caps, transport.name
         assert name == harness.name
         assert len(transport.incarnation) == 16
-        declared = attrs.asdict(caps)
-        for field, allowed in MINIMUM_CAPS.get(name, {}).items():
-            assert declared[field] in allowed, f"{field} is {declared[field]}, must be {allowed}"
+        options = harness.options if isinstance(harness, RegistryHarness) else {}
+        broken = broken_pins(caps, pins_of(name, options))
+        assert not broken, "; ".join(broken)
         assert min(caps.max_batch, caps.alignment) > 0
         assert (caps.quarantine_s > 0) == (caps.revocation is Revocation.QUARANTINE)
         assert caps.detects_peer_death or not caps.death_fences
+        bell = transport.fileno()
+        assert (bell is not None) == caps.doorbell, f"doorbell {caps.doorbell}, fileno() {bell}"
     finally:
         transport.close()
 
@@ -115,7 +117,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("several_regions", "data", data.several_regions),
     Check("registered_source", "data", data.registered_source),
     Check("memory_is_zeroed", "data", data.memory_is_zeroed),
-    Check("doorbell_rings", "data", data.doorbell_rings, _NOTIFY),
+    Check("doorbell_rings", "data", data.doorbell_rings, (*_NOTIFY, "doorbell")),
     Check("both_directions", "data", data.both_directions, _NOTIFY),
     Check("bounds_before_byte_0", "G3", lease.bounds_before_byte_0),
     Check("regions_must_be_known", "G3", lease.regions_must_be_known),

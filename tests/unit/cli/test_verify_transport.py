@@ -14,6 +14,7 @@ from pdcore.cli import main
 from pdcore.testing.conformance import CHECKS
 from pdcore.testing.transport_verify import variants_of
 from pdcore.transports import registry
+from pdcore.transports.shm import CAPS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the packages build on shm")
 
@@ -176,7 +177,7 @@ def test_one_that_crashes_fails_that_check_only(capsys: pytest.CaptureFixture[st
     assert checks["passed"] == ["tiny_and_huge", "odd_offsets"]
     assert "died by SIGABRT" in checks["failed"]["zero_bytes"]
     assert "no such luck" in checks["failed"]["zero_bytes"]
-    assert transports["crashing"]["capabilities"]["max_batch"] == 1 << 20
+    assert transports["crashing"]["capabilities"]["max_batch"] == CAPS.max_batch
 
 
 def test_one_that_hangs_is_killed(strangers: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +213,7 @@ def test_what_does_not_work_here_is_reported(
     absent = transports["absent"]
     assert absent["available"] is False
     assert (absent["reason"], absent["remedy"]) == ("no card is plugged in", "buy a card")
-    assert absent["capabilities"]["max_batch"] == 1 << 20
+    assert absent["capabilities"]["max_batch"] == CAPS.max_batch
     assert absent["checks"] == {"passed": [], "failed": {}, "skipped": {}}
     assert "strangers_missing" in transports["missing"]["reason"]
     assert "strangers-transport" in transports["missing"]["remedy"]
