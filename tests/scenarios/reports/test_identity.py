@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import msgspec
 import pytest
 
@@ -24,11 +25,13 @@ from pdcore.fsm.states import ReceiverState, SenderState
 from pdcore.router.events import Dispatch, LegLost
 from pdcore.router.fleet import Report
 from pdcore.scheduler.decode import DecodeCore
+from pdcore.server.openai import Endpoint
 from pdcore.testing.world import World, make_world
-from pdcore.types import LeaseId, PeerRef, RoomKey, SamplingParams
+from pdcore.types import LeaseId, PeerRef, Role, RoomKey, SamplingParams
 from tests.scenarios.reports.kit import FIVE, PROMPT, check_serves, check_whole, finish, tamper
 from tests.unit.router.test_core import Router
 from tests.unit.scheduler.kit import make_decode, make_request, make_route, tick
+from tests.unit.server.test_prepare import prepare
 
 NUM_STRANGERS = 100_000
 
@@ -227,6 +230,72 @@ def test_both_legs_of_every_dispatch_name_one_dp_rank(
     assert used == (set(range(dp_size)) if wanted is None else {wanted})
 
 
+def partitions(core: DecodeCore, life: int, dp_size: int, instance: str = "prefill") -> Route:
+    """A route with so many dp ranks, each a process of its own."""
+    ranks = {
+        f"{dp},0,0": RouteRank("prefill", 1 + dp, bytes([life + dp] * 16).hex())
+        for dp in range(dp_size)
+    }
+    return make_route(core.setup, dp_size=dp_size, ranks=ranks, instance=instance)
+
+
+def rank_at_prefill(dispatch: Dispatch, dp_size: int) -> int | None:
+    """Where the prefill leader of so many dp ranks puts this dispatch."""
+    fields = {"prompt": "hi", **dispatch.added, "bootstrap_host": "127.0.0.1"}
+    return prepare(Endpoint.GENERATE, fields, Role.PREFILL, dp_size).prefill_dp_rank
+
+
+def rank_asked_by_decode(dispatch: Dispatch, dp_size: int, unnamed: int | None = None) -> int:
+    """Whom the decode rank, given what its own leader makes of this dispatch, sends its
+    handshake to. ``unnamed``: what a dp rank that is not named is taken for."""
+    fields = {"prompt": "hi", **dispatch.added, "bootstrap_host": "127.0.0.1"}
+    request = prepare(Endpoint.GENERATE, fields, Role.DECODE)
+    if request.prefill_dp_rank is None:
+        request = attrs.evolve(request, prefill_dp_rank=unnamed)
+    core = make_decode()
+    core.submit(request, 0.0)
+    tick(core)
+    route = partitions(core, 10, dp_size, request.prefill)
+    core.handle_event(TopologyFetched(request.bootstrap, route), 0.0)
+    sent = [e for e in tick(core) if isinstance(e, SendMessage)]
+    (asked,) = {e.to.rank for e in sent if isinstance(e.message, Handshake)}
+    return asked
+
+
+def check_both_legs_have_one_dp_rank(
+    dp_size: int, known: int | None, wanted: int | None, unnamed: int | None = None
+) -> None:
+    """``known``: what the router has heard of prefill's dp_size."""
+    router = Router(1, 1)
+    for _, member in router.fleet.members():
+        member.dp_size = known
+    for room in range(1, 10):
+        _, dispatch = router.submit(room=room, dp_rank=wanted)
+        rank = rank_at_prefill(dispatch, dp_size)
+        assert rank == (room % dp_size if wanted is None else wanted)
+        assert rank_asked_by_decode(dispatch, dp_size, unnamed) == rank, room
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("wanted", [None, 0, 1])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_decode_asks_the_dp_rank_that_prefill_took(
+    dp_size: int, wanted: int | None, is_known: bool
+) -> None:
+    """D21, R60, SGLang I29725, PR22901, 27546, 19168, 21299: also where the router, which has
+    not heard of dp_size yet or is another one, names no dp rank in the body."""
+    if wanted is not None and wanted >= dp_size:
+        return
+    check_both_legs_have_one_dp_rank(dp_size, dp_size if is_known else None, wanted)
+
+
+def test_a_decode_that_takes_rank_0_for_unnamed_is_noticed() -> None:
+    """D21: the mutant; with the router's word it changes nothing."""
+    check_both_legs_have_one_dp_rank(3, 3, None, unnamed=0)
+    with pytest.raises(AssertionError):
+        check_both_legs_have_one_dp_rank(3, None, None, unnamed=0)
+
+
 def test_another_attempt_keeps_the_dp_rank_that_was_asked_for() -> None:
     """SGLang I40730: also on another instance."""
     router = Router(2, 2)
@@ -236,14 +305,6 @@ def test_another_attempt_keeps_the_dp_rank_that_was_asked_for() -> None:
     second = router.of(Dispatch)[-1]
     assert second.attempt != first.attempt
     assert second.added["disagg_prefill_dp_rank"] == first.added["disagg_prefill_dp_rank"] == 3
-
-
-def four_partitions(core: DecodeCore, life: int) -> Route:
-    """A route with four dp ranks, each a process of its own."""
-    ranks = {
-        f"{dp},0,0": RouteRank("prefill", 1 + dp, bytes([life + dp] * 16).hex()) for dp in range(4)
-    }
-    return make_route(core.setup, dp_size=4, ranks=ranks)
 
 
 def test_what_is_asked_again_goes_to_the_rank_that_was_asked_first() -> None:
@@ -260,9 +321,9 @@ def test_what_is_asked_again_goes_to_the_rank_that_was_asked_first() -> None:
         sent = [effect for effect in effects if isinstance(effect, SendMessage)]
         asked.extend(effect.to for effect in sent if isinstance(effect.message, Handshake))
 
-    core.handle_event(TopologyFetched(request.bootstrap, four_partitions(core, 10)), 0.0)
+    core.handle_event(TopologyFetched(request.bootstrap, partitions(core, 10, 4)), 0.0)
     note(tick(core))
-    core.handle_event(TopologyFetched(request.bootstrap, four_partitions(core, 50)), 1.0)
+    core.handle_event(TopologyFetched(request.bootstrap, partitions(core, 50, 4)), 1.0)
     for second in range(1, 20):
         core.handle_timeout(float(second))
         note(tick(core, float(second)))
