@@ -20,7 +20,7 @@ from pdcore.testing.transport_harness import Pair, RegistryHarness, make_batch, 
 from pdcore.testing.transport_watch import pump
 from pdcore.transports import onesided
 from pdcore.transports.base import DeviceBuffer, Revocation
-from pdcore.transports.onesided import caps_of
+from pdcore.transports.onesided import OneSidedTransport, caps_of
 from pdcore.transports.onesided_side import SideOptions
 from pdcore.types import Incarnation
 from tests.unit.transports.attach_engine import (
@@ -75,6 +75,20 @@ def test_an_engine_whose_bytes_land_late_fences_nothing() -> None:
         False,
         30.0,
     )
+
+
+def test_what_it_declares_is_what_its_engine_takes_and_its_side_channel_reaches() -> None:
+    """One call of this engine is what a user is told, not what ``submit`` takes; and peers that
+    meet over AF_UNIX only are on this host, wherever the engine could write."""
+    assert caps_of(LIMITS, cross_host=True).max_batch == LIMITS.max_batch == 1024
+    for families, reaches in ((["unix"], False), (["unix", "tcp"], True)):
+        transport = OneSidedTransport(
+            NAME, Incarnation(os.urandom(16)), AttachEngine(), SideOptions(families)
+        )
+        try:
+            assert transport.caps == caps_of(LIMITS, cross_host=reaches)
+        finally:
+            transport.close()
 
 
 def test_memory_is_as_the_engine_needs_it() -> None:
