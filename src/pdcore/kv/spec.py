@@ -41,7 +41,10 @@ class KVCacheEntry:
     rank), which no rank of another TP size has (D36).
 
     Quantised KV with a scale per token is two entries: the values, and the scales with
-    ``head_dim`` 1 (R113). ``compress_ratio`` tokens share one row (R110).
+    ``head_dim`` 1 (R113); several dimensions are one, their product. ``compress_ratio`` tokens
+    share one row (R110). ``needs_block`` False: state that a sequence has once, and not per
+    token (Mamba's); it is in no block, so it cannot be handed over, and
+    :func:`pdcore.kv.tables.kv_groups` refuses it.
 
     Raises ConfigError for a size below 1, an unknown dtype or layout, or a block size that
     is no multiple of ``compress_ratio``.
@@ -60,6 +63,7 @@ class KVCacheEntry:
     is_per_rank: bool = False
     compress_ratio: int = 1
     layer: int = 0
+    needs_block: bool = True
 
     def __attrs_post_init__(self) -> None:
         if self.dtype not in DTYPE_SIZE_BYTES:

@@ -38,11 +38,17 @@ class KVGroup:
 def kv_groups(spec: KVCacheSpec) -> tuple[KVGroup, ...]:
     """The groups of a spec in order of first appearance.
 
-    Raises ConfigError when entries of one manager key disagree, or a size is not
-    positive.
+    Raises ConfigError when entries of one manager key disagree, a size is not positive, or
+    what a layer keeps is in no block (R96, R112: decode would go on without it).
     """
     groups: dict[str, KVGroup] = {}
     for entry in spec.entries:
+        if not entry.needs_block:
+            raise ConfigError(
+                f"entry {entry.name}: needs_block False; a state that a sequence has once "
+                "(Mamba, convolutions) is not transferred, so prefill and decode cannot share "
+                "this model: serve it with an engine that does both"
+            )
         group = KVGroup(entry.manager_key, entry.block_size, entry.sliding_window)
         known = groups.setdefault(entry.manager_key, group)
         if known != group:

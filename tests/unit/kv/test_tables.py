@@ -100,6 +100,13 @@ def test_a_window_that_kept_leased_blocks_recycles_them_later() -> None:
     assert tables.pool.audit().held == 2
 
 
+def test_r96_what_is_in_no_block_is_in_no_group() -> None:
+    """R96, R112: refused, and not left out: decode would go on without that state."""
+    state = KVCacheEntry("ssm.0", "f", "float32", 4, 1, 1, 8, needs_block=False)
+    with pytest.raises(ConfigError, match=r"entry ssm\.0: needs_block False"):
+        kv_groups(KVCacheSpec((state,)))
+
+
 def test_a_window_group_needs_a_window() -> None:
     assert type(make_tables(KVGroup("f", 4), BlockPool(2))) is FullAttentionBlocks
     assert type(make_tables(KVGroup("w", 4, 8), BlockPool(2))) is SlidingWindowBlocks
