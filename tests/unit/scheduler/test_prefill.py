@@ -17,6 +17,7 @@ from pdcore.fsm.effects import (
     SendMessage,
 )
 from pdcore.fsm.events import HandleEnded, PeerLost, StepCompleted
+from pdcore.fsm.legs import KvReady
 from pdcore.fsm.states import SenderState
 from pdcore.scheduler.chunks import PrefillChunk
 from pdcore.scheduler.prefill import PrefillCore
@@ -151,14 +152,16 @@ def test_nothing_is_computed_for_a_request_without_a_destination() -> None:
     assert core.snapshot().bootstrap == 1
 
 
-def test_finished_chunks_are_sent_while_later_ones_compute() -> None:
-    """Early sends end on a block boundary and never cover a token that is not computed."""
-    core = make_prefill(CoreLimits(prefill_chunk_tokens=10))
+def check_sends_follow_steps(core: PrefillCore) -> list[int]:
+    """Nothing is read before it is computed, and Done comes after the last write; returns where
+    the sends ended."""
     request = make_request(23)
     grant(core, bind(core, request))
     covered, computed = 0, 0
-    seen = []
+    seen: list[int] = []
+    handles: list[int] = []
     while (batch := core.schedule(0.0)) is not None:
+        assert posts(tick(core)) == [], "posted before its step has ended"
         computed += batch.num_tokens
         for post in posts(compute(core, batch)):
             assert post.start_token == covered
@@ -166,8 +169,51 @@ def test_finished_chunks_are_sent_while_later_ones_compute() -> None:
             assert covered % 4 == 0 or covered == 23
             assert covered <= computed
             seen.append(covered)
+            handles.append(post.handle)
+    for handle in handles:
+        assert state(core, request) is SenderState.TRANSFERRING, "over before its last write"
+        assert sent(tick(core), Status) == []
+        core.handle_event(HandleEnded(handle, True), 2.0)
+    (done,) = sent(tick(core, 2.0), Status)
+    assert isinstance(done, Status)
+    assert (done.kind, bool(done.metadata)) == (StatusKind.DONE, True)
+    return seen
+
+
+def test_finished_chunks_are_sent_while_later_ones_compute() -> None:
+    """R123: a step's KV is complete when it returns, and only then is it posted; metadata and
+    status come after the KV. Early sends end on a block boundary."""
+    core = make_prefill(CoreLimits(prefill_chunk_tokens=10))
+    seen = check_sends_follow_steps(core)
     assert seen == [8, 16, 23], "one send per chunk, the last one with the rest"
-    assert core.rooms.records[request.key].sender.state is SenderState.TRANSFERRING
+
+
+def test_r123_mutant_that_posts_before_the_step_is_caught() -> None:
+    """What is scheduled counts as computed: the transport would read what is not there yet."""
+    core = make_prefill(CoreLimits(prefill_chunk_tokens=10))
+    schedule = core.schedule
+
+    def eager(now: float) -> Batch | None:
+        batch = schedule(now)
+        for chunk in core._batch[1] if core._batch is not None else ():
+            record = core.rooms.records[chunk.seq.key]
+            ready = KvReady((chunk.start + chunk.num_tokens) // 4 * 4)
+            core.rooms.emit(record, record.sender.compute_ended(ready), now)
+        return batch
+
+    core.schedule = eager
+    with pytest.raises(AssertionError, match="posted before its step has ended"):
+        check_sends_follow_steps(core)
+
+
+def test_r123_mutant_that_is_done_while_it_writes_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seed's order of completion rested on the order of its sockets."""
+    posted = property(lambda self: self.first_token is not None and self.failure is None)
+    monkeypatch.setattr("pdcore.fsm.legs.SenderFacts.is_locally_done", posted)
+    with pytest.raises(AssertionError, match="over before its last write"):
+        check_sends_follow_steps(make_prefill(CoreLimits(prefill_chunk_tokens=10)))
 
 
 def test_a_grant_that_comes_late_sends_everything_at_once() -> None:
