@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
-from tests.scenarios.processes import START_S, Program
+from tests.chaos.parts import BLOCKS, LOST, REQUEST_S, SILENT, Load, Parts, expect_only
+from tests.scenarios.processes import START_S, Program, family
 
 pytestmark = pytest.mark.slow
 
@@ -39,22 +40,53 @@ def limited(pid: int, kind: int, soft: int) -> Iterator[None]:
             resource.prlimit(pid, kind, before)
 
 
-def test_no_memory_for_the_pool_at_the_start() -> None:
-    """D34, D60: one sentence that names the size and the remedy, no traceback, status 1."""
-    pool = ("--num-blocks", "200000", "--set", "server_config.max_restarts=0")
-    command = ("serve", "--role", "decode", "--simulated", "--port", "0", *pool)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * MIB, limit[1]))
+def decode(*more: str) -> Program:
+    pool = ("--set", "server_config.max_restarts=0")
+    return Program("serve", "--role", "decode", "--simulated", "--port", "0", *pool, *more)
+
+
+def address_space(transport: str) -> int:
+    """Bytes of it that one with next to no pool has had at most, of leader and worker."""
+    program = decode("--transport", transport, "--num-blocks", BLOCKS)
     try:
-        program = Program(*command)
+        program.wait_for("ready")
+        pids = family(program.pid)
+        assert len(pids) > 1
+        peaks = [Path(f"/proc/{pid}/status").read_text().split("VmPeak:")[1] for pid in pids]
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert program.process.wait(START_S) == 1
+        program.close()
+    return max(int(peak.split()[0]) << 10 for peak in peaks)
+
+
+#: As many blocks need 800 MB. The limit is half of it above what all the rest needs, so that
+#: neither a few threads more nor less decide what it hits.
+MANY_BLOCKS, ROOM_BYTES = 400_000, 400 * MIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "said"),
+    [
+        (resource.RLIMIT_FSIZE, "shm", "cannot reserve"),
+        (resource.RLIMIT_AS, "shm", "cannot map"),
+        (resource.RLIMIT_AS, "socket", "cannot map"),
+        (resource.RLIMIT_AS, "loopback", "not enough memory"),
+    ],
+    ids=["file size of shm", "shm", "socket", "loopback"],
+)
+def test_no_memory_for_the_pool_at_the_start(kind: int, transport: str, said: str) -> None:
+    """D34, D60: one sentence that names the size and the remedy, no traceback, status 1; of
+    every transport that takes its pool in another way."""
+    soft = 16 * MIB if kind == resource.RLIMIT_FSIZE else address_space(transport) + ROOM_BYTES
+    program = decode("--transport", transport, "--num-blocks", str(MANY_BLOCKS))
+    with limited(program.pid, kind, soft):  # its worker is started long after this
+        assert program.process.wait(START_S) == 1
     program.close()
-    said = "".join(program.said)
-    assert "Traceback" not in said
-    assert "cannot reserve" in said, said
-    assert "fewer KV blocks" in said, said
+    text = "".join(program.said)
+    assert "Traceback" not in text
+    wanted = re.search(rf"{said}\D*(\d+) bytes", text)
+    assert wanted, text
+    assert int(wanted[1]) > 2 * ROOM_BYTES - 64 * MIB
+    assert "configure fewer KV blocks" in text
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])

@@ -27,6 +27,7 @@ from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.loopback_fabric import Doorbell, Endpoint, Job, Link, LoopbackFabric, new_job
 from pdcore.transports.registry import TransportPlugin
+from pdcore.transports.shm_segment import FEWER_BLOCKS
 from pdcore.types import Incarnation, LeaseId
 
 NAME = "loopback"
@@ -83,7 +84,9 @@ class LoopbackTransport:
         try:
             memory = bytearray(size_bytes)
         except (MemoryError, OverflowError):
-            raise TransportError(f"not enough memory for {size_bytes} bytes") from None
+            raise TransportError(
+                f"not enough memory for {size_bytes} bytes; {FEWER_BLOCKS}"
+            ) from None
         return self._endpoint.regions.add(memoryview(memory), target=True)
 
     def register(self, buffer: memoryview | DeviceBuffer) -> Region:

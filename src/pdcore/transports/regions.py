@@ -20,7 +20,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import DeviceBuffer, Region, RemoteLease
 from pdcore.transports.check import MAX_REGION_BYTES, check_lease
 from pdcore.transports.copy import ByteArray
-from pdcore.transports.shm_segment import available_bytes
+from pdcore.transports.shm_segment import FEWER_BLOCKS, available_bytes
 from pdcore.types import LeaseId
 
 _FEW_RANGES: Final = 16
@@ -182,11 +182,15 @@ def zeroed_pages(size_bytes: int, alignment: int = 1) -> memoryview:
         raise TransportError(f"size_bytes must be positive, got {size_bytes}")
     room = 0 if alignment <= mmap.PAGESIZE else alignment
     if size_bytes + room > (free := available_bytes()):
-        raise TransportError(f"not enough memory: {size_bytes} bytes wanted, {free} available")
+        raise TransportError(
+            f"not enough memory: {size_bytes} bytes wanted, {free} available; {FEWER_BLOCKS}"
+        )
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
         pages = memoryview(mmap.mmap(-1, size_bytes + room, flags))
     except OSError as error:
-        raise TransportError(f"cannot map {size_bytes} bytes: {error.strerror}") from error
+        raise TransportError(
+            f"cannot map {size_bytes} bytes: {error.strerror}; {FEWER_BLOCKS}"
+        ) from error
     start = -np.frombuffer(pages, np.uint8).ctypes.data % alignment
     return pages[start : start + size_bytes]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -212,3 +215,37 @@ def test_pages_are_zero_there_and_aligned() -> None:
     for size in (0, -1, 1 << 50, 1 << 70):
         with pytest.raises(TransportError):
             zeroed_pages(size)
+
+
+NO_ROOM = """
+import resource
+from pdcore.errors import TransportError
+from pdcore.transports import regions
+from pdcore.transports.loopback import LoopbackTransport
+
+loopback = LoopbackTransport(b"u" * 16)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (16 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for take in (regions.zeroed_pages, loopback.allocate):
+    try:
+        take(64 << 20)
+    except TransportError as error:
+        print(error)
+regions.available_bytes = lambda: 1 << 20
+try:
+    regions.zeroed_pages(2 << 20)
+except TransportError as error:
+    print(error)
+"""
+
+
+def test_d60_no_room_names_the_size_and_the_remedy() -> None:
+    """Whatever says no: a limit of the address space, or what the machine has left."""
+    run = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{NO_ROOM}"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "cannot map 67108864 bytes: Cannot allocate memory; configure fewer KV blocks",
+        "not enough memory for 67108864 bytes; configure fewer KV blocks",
+        "not enough memory: 2097152 bytes wanted, 1048576 available; configure fewer KV blocks",
+    ]
