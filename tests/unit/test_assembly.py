@@ -13,6 +13,7 @@ import pytest
 from pdcore.assembly import LOOK_S, WorkerOptions, build_worker, make_wait, take_memory
 from pdcore.clock import ManualClock
 from pdcore.config import CoreLimits
+from pdcore.control.codec import decode_endpoint
 from pdcore.control.memory import MemoryNetwork
 from pdcore.control.messages import Stop, WorkerHealth, WorkerMessage
 from pdcore.control.zmq import ZmqChannel
@@ -139,6 +140,29 @@ def test_the_core_learns_who_it_is_and_where_its_memory_lies(make_parts) -> None
     assert setup.placement.num_blocks == 9
     assert setup.eos_token_ids == {2}
     assert setup.spec == parts.runner.kv_cache_spec
+
+
+def test_r77_memory_is_registered_in_the_order_of_the_entries(make_parts) -> None:
+    """R77: of each entry a name, a region, an offset and a stride, layers ascending, the same
+    from every start; of each manager key a block size. All of it lies in what is registered."""
+    tables = []
+    for role in (Role.PREFILL, Role.DECODE):
+        parts = make_parts()
+        channel = parts.network.channel("me")
+        setup = take_memory(parts.runner, parts.transport, channel, options(role))
+        endpoint = decode_endpoint(setup.endpoint())
+        assert list(endpoint.entry_names) == [
+            f"layers.{layer}.{part}" for layer in range(2) for part in "kv"
+        ]
+        columns = (endpoint.entry_names, endpoint.regions, endpoint.offsets, endpoint.block_strides)
+        assert [len(column) for column in columns] == [4] * 4
+        assert endpoint.block_sizes == {"full": 4}
+        sizes = decode(setup.transport_descriptor, "loopback").regions
+        for entry, region, offset, stride in zip(setup.spec.entries, *columns[1:], strict=True):
+            last = offset + (endpoint.num_blocks - 1) * stride
+            assert last + entry.item_len <= sizes[region]
+        tables.append((columns, sizes))
+    assert tables[0] == tables[1]
 
 
 @pytest.mark.parametrize(
