@@ -90,8 +90,16 @@ class ParallelConfig:
     dense_tp_size: int = bounded(1, "ranks", "tensor parallel, dense layers", low=1, seed="1")
     shared_tp_size: int = bounded(1, "ranks", "tensor parallel, shared experts", low=1, seed="1")
     o_proj_tp_size: int = bounded(1, "ranks", "tensor parallel, output proj.", low=1, seed="1")
-    cp_size: int = bounded(1, "ranks", "context parallel: 1 or world_size", low=1, seed="1")
-    pp_size: int = bounded(1, "stages", "pipeline parallel (R4)", low=1)
+    cp_size: int = bounded(
+        1,
+        "ranks",
+        "context parallel: 1 or world_size; not served yet, 1 only (docs/layouts.md)",
+        low=1,
+        seed="1",
+    )
+    pp_size: int = bounded(
+        1, "stages", "pipeline parallel (R4); not served yet, 1 only (docs/layouts.md)", low=1
+    )
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(ParallelConfig)[1:]:

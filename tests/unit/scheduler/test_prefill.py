@@ -181,7 +181,7 @@ def check_sends_follow_steps(core: PrefillCore) -> list[int]:
 
 
 def test_finished_chunks_are_sent_while_later_ones_compute() -> None:
-    """R123: a step's KV is complete when it returns, and only then is it posted; metadata and
+    """R78, R123: a step's KV is complete when it returns, and only then is it posted; metadata and
     status come after the KV. Early sends end on a block boundary."""
     core = make_prefill(CoreLimits(prefill_chunk_tokens=10))
     seen = check_sends_follow_steps(core)
