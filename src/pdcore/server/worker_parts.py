@@ -207,8 +207,13 @@ def load(config: WorkerConfig, on_progress: Callable[[str], None]) -> ModelRunne
         from pdcore.engine.simulated import SimulatedConfig, SimulatedRunner
 
         tp_size = config.attn_tp_size
+        # Served to prove things: a row that another request's write hit is an error in the very
+        # next step, wherever it is.
         simulated = SimulatedConfig(
-            block_size=config.block_size, tp_size=tp_size, tp_rank=config.rank % tp_size
+            block_size=config.block_size,
+            verify_all=True,
+            tp_size=tp_size,
+            tp_rank=config.rank % tp_size,
         )
         length = _model_len(config, lambda: simulated.max_model_len)
         if length is not None:
