@@ -156,24 +156,29 @@ def oracle(session: nox.Session) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Every transport and model runner against the public suites of pdcore.testing, the
-    vendors' among them; ends with the table of capabilities and checks."""
+    vendors' among them, and the unit tests that need a vendor's wheel; ends with the table of
+    capabilities and checks."""
     install_full(session)
     env = install_vendors(session)
     # By test, not by file: one file holds most of them. The longest takes a minute, and several
     # on a busy machine, where peers import PyTorch at every start.
     patience = ("-o", "faulthandler_timeout=480")
-    mooncake = "tests/conformance/test_mooncake.py"
-    rest = ("tests/conformance", f"--ignore={mooncake}")
+    # The unit tests of what is above a vendor's wheel: the session `tests` has none of these.
+    unit = "tests/unit/transports"
+    nixl = (f"{unit}/test_nixl.py", f"{unit}/test_nixl_vendor.py")
+    conformance, of_mooncake = "tests/conformance", "tests/conformance/test_mooncake.py"
+    rest = (conformance, f"--ignore={of_mooncake}", *nixl)
     pytest(session, *rest, *patience, dist="worksteal", more_env=env)
     if not session.posargs:
+        mooncake = (of_mooncake, f"{unit}/test_mooncake.py")
         within = loopback_only(session)
-        pytest(session, mooncake, *patience, dist="worksteal", more_env=env, within=within)
+        pytest(session, *mooncake, *patience, dist="worksteal", more_env=env, within=within)
 
 
 @nox.session
 def chaos(session: nox.Session) -> None:
     """Whole clusters of real processes while parts of them are killed, stopped, starved and
-    restarted, and the late-write harness."""
+    restarted, and the late-write harness. The sessions kills and fuzz belong to it."""
     install_full(session)
     env = install_vendors(session)
     # Between hosts blocks are quarantined for a minute.

@@ -5,6 +5,7 @@ A failure prints the command that replays it.
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -33,7 +34,7 @@ def test_d40_d45_damaged_input_ends_no_loop(target: str) -> None:
     the bodies of all three HTTP apps: nothing raises, nothing allocates without bound, and
     what is honest finishes right. Half of the input at least passes magic and version."""
     report = fuzz(target, {"corrupted": 100, "strangers": 400}.get(target, 800), seed=11)
-    assert report.good * 2 >= report.inputs
+    assert report.is_deep_enough
 
 
 def test_every_valid_input_is_accepted_before_it_is_damaged() -> None:
@@ -120,3 +121,32 @@ def test_the_driver_prints_its_totals(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr()
     assert '"inputs": 50' in said.out
     assert "seed 4" in said.err
+
+
+class Shallow(CodecTarget):
+    """The mutant: so many of a hundred inputs are cut in the middle of their magic."""
+
+    def __init__(self, num_cut: int) -> None:
+        super().__init__()
+        self._num_cut, self._num_drawn = num_cut, 0
+
+    def draw(self, rng: random.Random) -> tuple[bytes, bool]:
+        is_cut = self._num_drawn % 100 < self._num_cut
+        self._num_drawn += 1
+        return (FRAMES[0][:1], False) if is_cut else (FRAMES[0], True)
+
+
+@pytest.mark.parametrize(("num_cut", "count", "status"), [(50, 200, 0), (51, 200, 1), (51, 99, 0)])
+def test_a_run_whose_inputs_are_refused_at_once_fails(
+    num_cut: int,
+    count: int,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Issue 3, point 10: at least half are mutations of valid ones that pass magic and version."""
+    monkeypatch.setitem(TARGETS, "codec", (lambda seed: Shallow(num_cut), 1.0))
+    assert main(["--only", "codec", "--count", str(count), "--seed", "1"]) == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["less_than_half_good"] == (["codec"] if status else [])
+    assert said["good"] == count - sum(i % 100 < num_cut for i in range(count))
