@@ -1,6 +1,7 @@
 """The public testing kit: check your own engine, transport and server as pdcore checks its own.
 
-Names are imported when they are first used. docs/testing.md shows each of them at work.
+Names are imported when they are first used; only the strategies need hypothesis
+(``pip install 'pdcore[testing]'``). docs/testing.md shows each of them at work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
     from pdcore.testing.late_writes import LateWriteReport, run_late_writes
     from pdcore.testing.runner import check_model_runner
     from pdcore.testing.runner_rig import ContractError
+    from pdcore.testing.strategies import (
+        failures,
+        fault_plans,
+        frames,
+        generate_requests,
+        incarnations,
+        leader_messages,
+        leases,
+        nonces,
+        peer_messages,
+        plans,
+        room_keys,
+        sampling_params,
+        worker_messages,
+    )
     from pdcore.testing.transport_harness import (
         LoopbackHarness,
         RegistryHarness,
@@ -57,16 +73,29 @@ _EXPORTS: Final[dict[str, str]] = {
     "audit": "pdcore.scheduler.ledger",
     "capability_matrix": "pdcore.testing.conformance",
     "check_model_runner": "pdcore.testing.runner",
+    "failures": "pdcore.testing.strategies",
+    "fault_plans": "pdcore.testing.strategies",
+    "frames": "pdcore.testing.strategies",
+    "generate_requests": "pdcore.testing.strategies",
     "in_world": "pdcore.sim.world",
+    "incarnations": "pdcore.testing.strategies",
+    "leader_messages": "pdcore.testing.strategies",
+    "leases": "pdcore.testing.strategies",
     "make_plan": "pdcore.sim.plan",
     "make_world": "pdcore.testing.world",
+    "nonces": "pdcore.testing.strategies",
+    "peer_messages": "pdcore.testing.strategies",
+    "plans": "pdcore.testing.strategies",
+    "room_keys": "pdcore.testing.strategies",
     "run_conformance": "pdcore.testing.conformance",
     "run_late_writes": "pdcore.testing.late_writes",
     "run_seed": "pdcore.sim.seeds",
     "run_seeds": "pdcore.sim.seeds",
     "run_world": "pdcore.sim.world",
+    "sampling_params": "pdcore.testing.strategies",
     "simulated_tokens": "pdcore.engine.simulated",
     "verify_transport": "pdcore.testing.transport_verify",
+    "worker_messages": "pdcore.testing.strategies",
 }
 
 __all__ = [
@@ -95,16 +124,29 @@ __all__ = [
     "audit",
     "capability_matrix",
     "check_model_runner",
+    "failures",
+    "fault_plans",
+    "frames",
+    "generate_requests",
     "in_world",
+    "incarnations",
+    "leader_messages",
+    "leases",
     "make_plan",
     "make_world",
+    "nonces",
+    "peer_messages",
+    "plans",
+    "room_keys",
     "run_conformance",
     "run_late_writes",
     "run_seed",
     "run_seeds",
     "run_world",
+    "sampling_params",
     "simulated_tokens",
     "verify_transport",
+    "worker_messages",
 ]
 
 
