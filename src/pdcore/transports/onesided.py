@@ -170,6 +170,8 @@ class OneSidedTransport:
 
     def release(self, lease: LeaseId) -> None:
         self._regions.release(lease)
+        if not self._closed:
+            self._side.release(lease)
 
     def poll(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []

@@ -19,7 +19,7 @@ from pdcore.transports.regions import RegionTable
 from pdcore.transports.socket_address import TCP, UNIX, Home, encode_home, this_origin
 from pdcore.transports.socket_auth import check_secret
 from pdcore.transports.socket_bell import Inbox
-from pdcore.transports.socket_greeting import Identity
+from pdcore.transports.socket_greeting import Identity, Published
 from pdcore.transports.socket_links import Link, Told
 from pdcore.transports.socket_loop import Bind, Loop
 from pdcore.transports.socket_outgoing import Job
@@ -59,8 +59,8 @@ class SideChannel:
         self._bind = Bind(here, families, options.host, options.advertise, options.port)
         self._me = Identity(incarnation, encode_home(incarnation, Home(here)), check_secret(secret))
         self.inbox: Inbox[Told] = Inbox()
-        #: Replaced, never changed: the side channel's thread reads it.
-        self._published: dict[int, int] = {}
+        #: Replaced at once: the side channel's thread reads it.
+        self._published = Published()
         try:
             self._loop = Loop(
                 self._me,
@@ -79,13 +79,7 @@ class SideChannel:
     def publish(self, regions: dict[int, int], extra: bytes) -> None:
         """What callers are told from now on: our target regions in bytes, and whatever is to be
         known of at least those."""
-        # In an order in which no caller is told of a region whose place it is not told.
-        if len(regions) < len(self._published):
-            self._published = regions
-            self._me.extra = extra
-        else:
-            self._me.extra = extra
-            self._published = regions
+        self._published = Published(regions, extra)
 
     def listen(self) -> bytes:
         """Where peers reach us. Idempotent. Raises TransportError."""
@@ -120,6 +114,10 @@ class SideChannel:
     def revoke(self, lease: LeaseId) -> None:
         """Ask every sender to stop; when they have, only they can say."""
         self._loop.settle(lease, tell_senders=True)
+
+    def release(self, lease: LeaseId) -> None:
+        """It is over: nobody is asked about it any more."""
+        self._loop.settle(lease)
 
     def close(self, timeout_s: float) -> bool:
         """Say goodbye for our whole incarnation; False when the thread did not end in time."""

@@ -11,7 +11,7 @@ from pdcore.transports.base import DeviceBuffer, Notification, Region
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.shm_attach import Attachable
 from pdcore.transports.shm_door import Door
-from pdcore.transports.shm_links import Link, LinkSet
+from pdcore.transports.shm_links import MAX_OUTBOX, Link, LinkSet
 from pdcore.transports.shm_segment import Segment, create_segment
 from pdcore.transports.shm_wire import Offer, SharedRegion, pack_revoke, unpack_lease
 from pdcore.types import Incarnation, LeaseId
@@ -81,11 +81,13 @@ class Receiver:
                     self._links.send(link, pack_revoke(lease))
 
     def revoke(self, lease: LeaseId) -> None:
-        """Tell every sender to stop; only they can say when they did."""
+        """Tell every sender to stop; only they can say when they did. One that has been stopped
+        for so long that much waits for it had its leases before: it hears of those."""
         self._regions.revoke(lease)
         self.welcome()
         for link in self._links.links():
-            self._links.send(link, pack_revoke(lease))
+            if len(link.outbox) < MAX_OUTBOX:
+                self._links.send(link, pack_revoke(lease))
 
     def notified(self, link: Link, body: bytes) -> Notification | None:
         """A wake-up for a lease that is over, or never was, wakes nobody."""

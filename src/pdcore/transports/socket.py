@@ -46,7 +46,7 @@ from pdcore.transports.socket_address import (
 )
 from pdcore.transports.socket_auth import check_secret
 from pdcore.transports.socket_bell import Inbox
-from pdcore.transports.socket_greeting import Identity
+from pdcore.transports.socket_greeting import Identity, Published
 from pdcore.transports.socket_links import NoteCame, Told
 from pdcore.transports.socket_loop import Bind, Loop
 from pdcore.transports.socket_outgoing import Ended
@@ -124,7 +124,12 @@ class SocketTransport:
         self._published: dict[int, int] = {}
         try:
             self._loop = Loop(
-                self._me, here, self._regions, lambda: self._published, self._inbox, stall_timeout_s
+                self._me,
+                here,
+                self._regions,
+                lambda: Published(self._published),
+                self._inbox,
+                stall_timeout_s,
             )
         except OSError as error:
             self._inbox.close()

@@ -46,12 +46,20 @@ class StaleTarget(TransportError):
 @attrs.define
 class Identity:
     """Who we are to others. ``home``: an encoded Home, replaced once we listen. ``secret``
-    None: anybody who reaches us and knows our incarnation is answered. ``extra``: told to
-    everybody who is welcomed, of a transport that is built upon this one."""
+    None: anybody who reaches us and knows our incarnation is answered."""
 
     incarnation: Incarnation
     home: bytes
     secret: bytes | None = attrs.field(default=None, repr=False)
+
+
+@attrs.frozen
+class Published:
+    """What everybody who is welcomed is told: our target regions, id to bytes, and, of a
+    transport that is built upon this one, ``extra``. One value, so that a thread that reads it
+    while another replaces it has both of the same moment; ``regions`` is never changed."""
+
+    regions: Mapping[int, int] = attrs.field(factory=dict)
     extra: bytes = attrs.field(default=b"", repr=False)
 
 
@@ -74,7 +82,7 @@ class Greeting:
         has_secret = self._me.secret is not None
         return pack(Kind.CHALLENGE, pack_challenge(self._nonce, has_secret=has_secret))
 
-    def welcome(self, proof: bytes, regions: Mapping[int, int]) -> bytes:
+    def welcome(self, proof: bytes, published: Published) -> bytes:
         """A PROOF came: the answer. Raises TransportError for a wrong one."""
         secret = self._me.secret
         expected = dialler_proof(secret, self._said, self._nonce)
@@ -84,7 +92,7 @@ class Greeting:
                 if secret is not None
                 else "authentication failed: this end was given no secret"
             )
-        said = pack_regions(dict(regions)) + self._me.extra
+        said = pack_regions(dict(published.regions)) + published.extra
         return pack(Kind.WELCOME, listener_proof(secret, self._said, self._nonce, said) + said)
 
 

@@ -24,6 +24,7 @@ from pdcore.transports.socket_wire import (
     Kind,
     Write,
     pack_answer,
+    pack_revoke,
     unpack_end,
     unpack_write,
 )
@@ -60,10 +61,12 @@ class Placed:
 
 
 class Incoming:
-    """Used by the transport's thread only. ``replies`` waits to be sent to the sender."""
+    """Used by the transport's thread only. ``replies`` waits to be sent to the sender;
+    ``is_behind``: then it is asked to stop all that it still is to, in one go."""
 
     def __init__(self, regions: RegionTable, placing: Placing, counts: IncomingCounts) -> None:
         self.replies: list[bytes] = []
+        self.is_behind = False
         self._regions = regions
         self._placing = placing
         self._counts = counts
@@ -78,6 +81,15 @@ class Incoming:
     def is_placing(self) -> bool:
         """The bytes of a WRITE are what comes next."""
         return self._write is not None
+
+    def recall(self, lease: LeaseId, *, has_backlog: bool) -> None:
+        """Ask the sender to stop writing into ``lease``. One that has not taken what was said
+        before (``has_backlog``) is asked later: nothing piles up for a peer that is stopped, and
+        nothing is free before it has answered."""
+        if has_backlog or self.replies:
+            self.is_behind = True
+        else:
+            self.replies.append(pack_revoke(lease))
 
     def begin(self, body: bytes) -> None:
         """A WRITE frame came: check all of it before its first byte. Raises TransportError

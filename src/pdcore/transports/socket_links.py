@@ -71,7 +71,7 @@ class Link:
             return True
         if isinstance(self.half, Outgoing):
             return self.half.has_more
-        return isinstance(self.half, Incoming) and bool(self.half.replies)
+        return isinstance(self.half, Incoming) and (self.half.is_behind or bool(self.half.replies))
 
     @property
     def may_read(self) -> bool:

@@ -32,14 +32,14 @@ from pdcore.transports.socket_address import (
 )
 from pdcore.transports.socket_bell import Inbox
 from pdcore.transports.socket_book import Book
-from pdcore.transports.socket_greeting import Identity
+from pdcore.transports.socket_greeting import Identity, Published
 from pdcore.transports.socket_incoming import Incoming
 from pdcore.transports.socket_links import Link, Told
-from pdcore.transports.socket_outgoing import Ended, Job, Outgoing
+from pdcore.transports.socket_outgoing import MAX_REVOKED, Ended, Job, Outgoing
 from pdcore.transports.socket_poller import Barrier, Poller
 from pdcore.transports.socket_porch import Porch
 from pdcore.transports.socket_service import Service
-from pdcore.transports.socket_wire import Kind, pack, pack_revoke
+from pdcore.transports.socket_wire import Kind, pack
 from pdcore.types import LeaseId
 
 #: How often what waits for too long is looked for, while anything could.
@@ -56,7 +56,7 @@ class Loop:
         me: Identity,
         here: Origin,
         regions: RegionTable,
-        published: Callable[[], dict[int, int]],
+        published: Callable[[], Published],
         inbox: Inbox[Told],
         stall_timeout_s: float,
     ) -> None:
@@ -121,17 +121,25 @@ class Loop:
     def settle(self, lease: LeaseId, *, tell_senders: bool = False) -> None:
         """Returns when no byte is on its way into that lease any more; it must not be granted
         any more. Waits for one step at most, and only if that lease has it. ``tell_senders``:
-        who places bytes by himself hears of it."""
+        who places bytes by himself is asked to stop, and again by each new session, until this
+        is called without."""
+        recalled = self._service.recalled
 
         def tell() -> None:
             for link in self._book.links:
-                if isinstance(link.half, Incoming):
-                    link.half.replies.append(pack_revoke(lease))
+                if isinstance(link.half, Incoming) and not link.is_mute:
+                    link.half.recall(lease, has_backlog=bool(link.out))
                     self._service.send(link)
                     self._book.links.refresh(link)
 
-        if tell_senders and self._thread is not None:
-            self._call(tell)
+        if tell_senders:
+            recalled[lease] = None
+            if len(recalled) > MAX_REVOKED:  # as many as a sender remembers
+                del recalled[next(iter(recalled))]
+            if self._thread is not None:
+                self._call(tell)
+        else:
+            recalled.pop(lease, None)
         if self._service.placing.lease == lease and self._thread is not None:
             barrier = Barrier(self._thread)
             self._call(barrier.reach)

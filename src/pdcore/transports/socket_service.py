@@ -18,14 +18,21 @@ from pdcore.errors import TransportError
 from pdcore.transports.regions import RegionTable
 from pdcore.transports.socket_address import Origin, credentials, decode_home, tune
 from pdcore.transports.socket_book import Book, LinkEnd
-from pdcore.transports.socket_greeting import Greeting, Identity, pack_refusal
+from pdcore.transports.socket_greeting import Greeting, Identity, Published, pack_refusal
 from pdcore.transports.socket_incoming import Incoming, IncomingCounts, Placing
 from pdcore.transports.socket_links import Link, NoteCame
 from pdcore.transports.socket_outgoing import Outgoing
 from pdcore.transports.socket_reader import FrameReader
 from pdcore.transports.socket_vector import Vector
-from pdcore.transports.socket_wire import FROM_SENDER, Kind, unpack_answer, unpack_revoke
+from pdcore.transports.socket_wire import (
+    FROM_SENDER,
+    Kind,
+    pack_revoke,
+    unpack_answer,
+    unpack_revoke,
+)
 from pdcore.transports.socket_witness import open_proof
+from pdcore.types import LeaseId
 
 #: A caller that has not been welcomed is dropped after this long.
 HELLO_TIMEOUT_S: Final = 2.0
@@ -51,19 +58,20 @@ class SocketCounts(IncomingCounts):
 
 
 class Service:
-    """Used by the transport's thread only. ``published`` are our target regions, id to
-    bytes, as a mapping that nobody changes any more."""
+    """Used by the transport's thread only; but ``recalled`` is changed by the owner's, and read
+    here as a whole, at once: leases that senders are asked to stop, the oldest first."""
 
     def __init__(
         self,
         me: Identity,
         here: Origin,
         regions: RegionTable,
-        published: Callable[[], dict[int, int]],
+        published: Callable[[], Published],
         book: Book,
     ) -> None:
         self.counts = SocketCounts()
         self.placing = Placing()
+        self.recalled: dict[LeaseId, None] = {}
         self._me = me
         self._here = here
         self._regions = regions
@@ -150,6 +158,10 @@ class Service:
         if isinstance(half, Incoming):
             link.out.extend(Vector([memoryview(reply)]) for reply in half.replies)
             half.replies.clear()
+            if half.is_behind:
+                half.is_behind = False
+                asked = b"".join(map(pack_revoke, list(self.recalled)))
+                link.out.extend([Vector([memoryview(asked)])] if asked else [])
         elif isinstance(half, Outgoing):
             views: list[memoryview] = []
             size = 0
@@ -226,6 +238,8 @@ class Service:
         self._book.probes.stop(hello.incarnation)
         link.incarnation, link.home, link.number = hello.incarnation, home, hello.number
         link.half = Incoming(self._regions, self.placing, self.counts)
+        # What a session before this one, which broke, was asked.
+        link.half.is_behind = bool(self.recalled)
         link.reader.allowed = FROM_SENDER
         self._book.watch(link, pidfd)
         self._say(link, welcome)

@@ -16,9 +16,22 @@ from pdcore.transports.base import PeerDied, RemoteLease
 from pdcore.transports.descriptor import EndpointDescriptor
 from pdcore.transports.onesided_side import SideChannel, SideOptions, check_notify
 from pdcore.transports.regions import RegionTable
+from pdcore.transports.socket_address import Home, decode_home, dial, encode_home, this_origin
+from pdcore.transports.socket_greeting import Identity, greet
+from pdcore.transports.socket_incoming import Incoming
 from pdcore.transports.socket_links import NoteCame, Told
 from pdcore.transports.socket_outgoing import Outgoing
-from pdcore.transports.socket_wire import MAX_PAYLOAD_BYTES
+from pdcore.transports.socket_poller import Barrier
+from pdcore.transports.socket_reader import FrameReader
+from pdcore.transports.socket_wire import (
+    FROM_RECEIVER,
+    MAX_PAYLOAD_BYTES,
+    Kind,
+    pack_end,
+    pack_revoke,
+    unpack_revoke,
+)
+from pdcore.transports.socket_wire import End as ProtocolEnd
 from pdcore.types import Incarnation, LeaseId
 
 PLAIN = SideOptions()
@@ -66,6 +79,29 @@ def test_a_sender_is_told_what_was_published(ends: tuple[End, End]) -> None:
     assert (link.welcome.regions, link.welcome.extra) == ({2: 8192}, b"third")
 
 
+def test_a_region_that_is_taken_back_meanwhile_lies_somewhere(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner takes a region back right after the side channel's thread has read which ones
+    there are: whoever is told of a region is told where it lies. Else connect is refused, and
+    not tried again for seconds."""
+    one, two = ends
+    two.side.publish({1: 4096, 2: 8192}, b"places of 1 and 2")
+    service = two.side._loop._service
+    read, seen = service._published, []
+
+    def then_fewer() -> object:
+        seen.append(read())
+        two.side.publish({1: 4096}, b"place of 1")
+        return seen[-1]
+
+    monkeypatch.setattr(service, "_published", then_fewer)
+    _, link = one.side.connect(two.descriptor())
+    told = link.welcome.regions, link.welcome.extra
+    assert told == ({1: 4096, 2: 8192}, b"places of 1 and 2"), "a region lies nowhere"
+    assert len(seen) == 1, "read twice, with the owner in between"
+
+
 def test_notifications_come_in_order_while_the_lease_stands(ends: tuple[End, End]) -> None:
     one, two = ends
     region = two.regions.add(memoryview(bytearray(64)), target=True)
@@ -109,6 +145,112 @@ def test_senders_hear_of_a_revoked_lease(ends: tuple[End, End]) -> None:
         assert time.monotonic() < deadline
         select.select([], [], [], 0.001)
     assert two.told == []
+
+
+class Stopped:
+    """A sender that is welcomed and reads nothing any more, as a stopped process does."""
+
+    def __init__(self, end: End) -> None:
+        descriptor = end.descriptor()
+        home = decode_home(end.incarnation, descriptor.blob)
+        self.sock = dial(home.addresses[0], time.monotonic() + 5)
+        self.incarnation = Incarnation(os.urandom(16))
+        me = Identity(self.incarnation, encode_home(self.incarnation, Home(this_origin())))
+        greet(self.sock, me, end.incarnation, (1, 1), time.monotonic() + 5)
+        self.sock.settimeout(10)
+
+    def __enter__(self) -> Stopped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def read_on(self, until: LeaseId) -> set[LeaseId]:
+        """What it is asked to stop, until this is."""
+        asked, reader = set[LeaseId](), FrameReader(FROM_RECEIVER)
+        while until not in asked:
+            frame = reader.receive(self.sock)
+            if frame is not None and frame[0] is Kind.REVOKE:
+                asked.add(unpack_revoke(frame[1]))
+        return asked
+
+
+def passed(end: End) -> None:
+    """What was asked of the side channel's thread before is done."""
+    thread = end.side._loop._thread
+    assert thread is not None
+    barrier = Barrier(thread)
+    assert end.side._loop._poller.call(barrier.reach)
+    barrier.wait()
+
+
+def revoke_for_a_stopped_sender(end: End) -> None:
+    """Far more leases than its socket takes: little is kept, what it says is read all the same,
+    and once it reads again it is asked to stop all that still counts."""
+    region = end.regions.add(memoryview(bytearray(64)), target=True)
+    stands = LeaseId(end.incarnation, 1)
+    end.regions.grant(RemoteLease(stands, {region.region_id: np.array([[0, 64]], np.int64)}))
+    with Stopped(end) as sender:
+        revoke_many(end, sender, stands)
+
+
+def revoke_many(end: End, sender: Stopped, stands: LeaseId) -> None:
+    for counter in range(2, 20_000):
+        end.side.revoke(LeaseId(end.incarnation, counter))
+        if counter > 1000:
+            end.side.release(LeaseId(end.incarnation, counter))
+        if counter % 1000 == 0:
+            passed(end)
+    passed(end)
+    (link,) = end.side._loop._book.links
+    assert isinstance(link.half, Incoming)
+    assert len(link.out) + len(link.half.replies) < 16, "they pile up"
+    sender.sock.sendall(pack_end(ProtocolEnd(1, stands, True, b"note")))
+    end.wait(lambda: bool(end.told))
+    assert end.told == [NoteCame(sender.incarnation, stands, b"note")]
+    last = LeaseId(end.incarnation, 1_000_000)
+    end.side.revoke(last)
+    asked = sender.read_on(last)
+    assert {lease.counter for lease in asked} >= {*range(2, 1001), last.counter}
+    assert stands not in asked
+
+
+def test_a_sender_that_reads_nothing_is_asked_again_later() -> None:
+    """D23: what is kept for it is bounded, and nothing of it is held up."""
+    end = End()
+    try:
+        revoke_for_a_stopped_sender(end)
+    finally:
+        assert end.side.close(5.0)
+
+
+def test_a_frame_for_each_lease_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D23: the check fails on the former rule."""
+
+    def always(half: Incoming, lease: LeaseId, *, has_backlog: bool) -> None:
+        half.replies.append(pack_revoke(lease))
+
+    monkeypatch.setattr(Incoming, "recall", always)
+    end = End()
+    try:
+        with pytest.raises(AssertionError, match="pile up"):
+            revoke_for_a_stopped_sender(end)
+    finally:
+        assert end.side.close(5.0)
+
+
+def test_a_new_session_hears_of_what_was_revoked_before() -> None:
+    """A session that broke may have taken the word along; its successor has the same leases."""
+    end = End()
+    try:
+        wanted, over = (LeaseId(end.incarnation, counter) for counter in (1, 2))
+        for lease in (wanted, over):
+            end.side.revoke(lease)
+        end.side.release(over)
+        with Stopped(end) as sender:
+            assert sender.read_on(wanted) == {wanted}
+    finally:
+        assert end.side.close(5.0)
 
 
 def test_closing_says_that_nothing_of_this_life_lands_any_more() -> None:

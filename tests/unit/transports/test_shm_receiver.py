@@ -10,8 +10,10 @@ import pytest
 
 from pdcore.testing.transport_harness import Pair, RegistryHarness
 from pdcore.testing.transport_watch import pump
+from pdcore.transports import shm_receiver
 from pdcore.transports.descriptor import decode
 from pdcore.transports.process_proof import this_process
+from pdcore.transports.shm import ShmTransport
 from pdcore.transports.shm_links import BYE
 from pdcore.transports.shm_wire import (
     Hello,
@@ -24,7 +26,7 @@ from pdcore.transports.shm_wire import (
     pack_revoke,
     receive_offer,
 )
-from pdcore.types import Incarnation
+from pdcore.types import Incarnation, LeaseId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is Linux")
 STRANGER = Incarnation(b"s" * 16)
@@ -91,6 +93,28 @@ def test_revoke_reaches_those_who_just_arrived() -> None:
         pair.receiver.transport.revoke(lease.lease)
         pump(pair.receiver, until=lambda: bool(select.select([sock], [], [], 0)[0]))
         assert sock.recv(100) == pack_revoke(lease.lease)
+
+
+def revoke_for_a_stopped_sender(limit: int) -> None:
+    with Pair(RegistryHarness("shm")) as pair, raw_peer(pair) as sock:
+        lease = pair.lease()
+        receiver = pair.receiver.transport
+        assert isinstance(receiver, ShmTransport)
+        receiver.revoke(lease.lease)
+        for counter in range(2000):
+            receiver.revoke(LeaseId(receiver.incarnation, 1000 + counter))
+        links = [one for one in receiver._links.links() if one.incarnation == STRANGER]
+        assert [len(one.outbox) for one in links] == [limit], "they pile up"
+        assert sock.recv(100) == pack_revoke(lease.lease)
+
+
+def test_what_waits_for_a_stopped_sender_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D23: and it hears first of what it may be writing."""
+    monkeypatch.setattr(shm_receiver, "MAX_OUTBOX", 16)
+    revoke_for_a_stopped_sender(16)
+    monkeypatch.setattr(shm_receiver, "MAX_OUTBOX", 1 << 30)
+    with pytest.raises(AssertionError, match="pile up"):
+        revoke_for_a_stopped_sender(16)
 
 
 def test_a_withdrawn_region_is_not_handed_out() -> None:

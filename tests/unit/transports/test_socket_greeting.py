@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pdcore.errors import PeerGone, TransportError
-from pdcore.transports.socket_greeting import Greeting, Identity, greet, pack_refusal
+from pdcore.transports.socket_greeting import Greeting, Identity, Published, greet, pack_refusal
 from pdcore.transports.socket_reader import FrameReader
 from pdcore.transports.socket_wire import (
     HEAD,
@@ -26,9 +26,10 @@ from pdcore.types import Incarnation
 US, THEM = Incarnation(b"u" * 16), Incarnation(b"t" * 16)
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 REGIONS = {1: 4096, 5: 64}
+PUBLISHED = Published(REGIONS)
 
 
-def answer(sock: socket.socket, me: Identity) -> None:
+def answer(sock: socket.socket, me: Identity, published: Published = PUBLISHED) -> None:
     """The listening end, as the transport's thread does it."""
     greeting, reader = Greeting(me), FrameReader((Kind.HELLO, Kind.PROOF))
     try:
@@ -40,7 +41,7 @@ def answer(sock: socket.socket, me: Identity) -> None:
             if kind is Kind.HELLO:
                 sock.sendall(greeting.challenge(body))
             else:
-                sock.sendall(greeting.welcome(body, REGIONS))
+                sock.sendall(greeting.welcome(body, published))
     except TransportError as error:
         sock.sendall(pack_refusal(error))
     except (EOFError, OSError):
@@ -73,7 +74,8 @@ def talk(
 @pytest.mark.parametrize("key", [None, KEY])
 def test_the_welcome_brings_what_the_receiver_tells_besides(key: bytes | None) -> None:
     """Of a transport that is built upon this one; covered by the proof as the regions are."""
-    found = talk(lambda sock: answer(sock, Identity(THEM, b"them", key, b"more")), key)
+    more = Published(REGIONS, b"more")
+    found = talk(lambda sock: answer(sock, Identity(THEM, b"them", key), more), key)
     assert (found.regions, found.extra) == (REGIONS, b"more")
 
 
@@ -112,14 +114,14 @@ def test_a_proof_that_was_recorded_opens_nothing() -> None:
     from pdcore.transports.socket_auth import dialler_proof
 
     proof = dialler_proof(KEY, said, first._nonce)
-    assert first.welcome(proof, REGIONS)
+    assert first.welcome(proof, PUBLISHED)
     again = Greeting(me)
     again.challenge(said)
     with pytest.raises(TransportError, match="authentication failed"):
-        again.welcome(proof, REGIONS)
+        again.welcome(proof, PUBLISHED)
     for wrong in (b"", proof[:-1], proof + b"x", bytes(MAC_BYTES)):
         with pytest.raises(TransportError, match="authentication failed"):
-            first.welcome(wrong, REGIONS)
+            first.welcome(wrong, PUBLISHED)
 
 
 def test_a_caller_learns_nothing_before_its_proof() -> None:
@@ -148,7 +150,7 @@ def test_who_listens_must_prove_it_too() -> None:
 
 def test_without_a_secret_the_end_of_a_proof_is_no_proof() -> None:
     with pytest.raises(TransportError, match="authentication failed"):
-        Greeting(Identity(THEM, b"", None)).welcome(b"x" * MAC_BYTES, REGIONS)
+        Greeting(Identity(THEM, b"", None)).welcome(b"x" * MAC_BYTES, PUBLISHED)
 
 
 def test_who_hangs_up_says_nothing_or_talks_nonsense() -> None:
