@@ -1,7 +1,9 @@
 """Instances of several ranks, the whole way, against transformers.
 
 Prefill in three tensor parallel processes, decode in one: KV of one head a rank becomes KV of
-three heads, and the other way round.
+three heads, and the other way round. All of it with checksums: decode answers only with KV whose
+every byte is what a prefill rank computed, and the answer is what one rank would say. Between one
+rank's KV and that of several lies rounding (:mod:`tests.scenarios.test_tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NUM_TOKENS = 20
 
 
 def serve(*flags: str, goldens: list[dict]) -> None:
-    program = Program("up", "--port", "0", *flags)
+    program = Program("up", "--port", "0", "--integrity", "crc32", *flags)
     try:
         ready = program.wait_for(r"ready: http://([\d.]+):(\d+)", timeout_s=110)
         asyncio.run(run(Origin(ready[1], int(ready[2])), goldens, 4, NUM_TOKENS))
