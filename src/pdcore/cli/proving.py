@@ -164,8 +164,7 @@ def walk_mixes(seeds: range, mutant: str, as_json: bool, save: Path) -> int:
 
 def replay_file(path: Path) -> int:
     scenario = read_scenario(path)
-    config = next((c for c in MIXES if c.name == scenario.configuration), None)
-    config = config or choose((scenario.configuration,))[0]
+    config = world_of(scenario)
     if scenario.mutant:
         find_mutant(scenario.mutant)
         print(f"with the known-bad variant {scenario.mutant}: {MUTANTS[scenario.mutant].undoes}")
@@ -184,6 +183,12 @@ def replay_file(path: Path) -> int:
             print(f"{scenario.kind}: {scenario.problem}")
     print("still fails" if is_broken else f"does not fail any more: {scenario.problem}")
     return 1 if is_broken else 0
+
+
+def world_of(scenario: Scenario) -> Configuration:
+    """Raises ConfigError for the name of none."""
+    mix = next((config for config in MIXES if config.name == scenario.configuration), None)
+    return mix or choose((scenario.configuration,))[0]
 
 
 def read_scenario(path: Path) -> Scenario:
