@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 TIMEOUT_S = 6.0
 #: Twice what blocks may be quarantined for between hosts, and some.
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 #: What a request may be told while the other host cannot be reached.
 CUT = {"ok", "deadline_exceeded", "unavailable", "unreachable", "peer_lost", "transfer_failed"}
 

@@ -23,6 +23,7 @@ from pdcore.engine.simulated import simulated_tokens
 from pdcore.errors import failure
 from pdcore.fsm.events import MessageReceived
 from pdcore.fsm.states import ReceiverState, SenderState
+from pdcore.scheduler.decode_rooms import ACKNOWLEDGED_S
 from pdcore.testing.world import World, make_world
 from pdcore.transports.base import Revocation
 from pdcore.types import Incarnation, LeaseId, Nonce, PeerRef, RoomKey, SamplingParams
@@ -195,7 +196,7 @@ def test_quarantine_runs_from_the_last_moment_a_writer_could_post() -> None:
         return world.decode.worker.core.blocks.audit()["full"].quarantined == 0
 
     world.run(is_released)
-    assert world.clock.monotonic() - healed >= period_s
+    assert world.clock.monotonic() - healed >= ACKNOWLEDGED_S
 
 
 def swallow_acks(world: World) -> None:

@@ -62,7 +62,7 @@ class CancelAckFrom(msgspec.Struct, frozen=True):
 class Target:
     """One prefill rank this receiver needs."""
 
-    __slots__ = ("answered", "cancel_answered", "nonce", "over", "peer", "record")
+    __slots__ = ("answered", "cancel_answered", "died", "nonce", "over", "peer", "record")
 
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
@@ -70,6 +70,8 @@ class Target:
         self.nonce: Nonce | None = None
         #: That nonce can write no more: acknowledged, Done, or dead and fenced.
         self.over = False
+        #: It ended by the death of its writer, and not by the writer's own word.
+        self.died = False
         self.record: MetadataRecord | None = None
         #: The handshake was answered by a claim or a terminal status.
         self.answered = False
@@ -152,6 +154,15 @@ class ReceiverFacts:
     def are_writers_over(self) -> bool:
         """Every granted nonce is acknowledged, Done, or of a dead writer (rule 3)."""
         return all(t.nonce is None or t.over for t in self.targets.values())
+
+    @property
+    def was_granted(self) -> bool:
+        return any(t.nonce is not None for t in self.targets.values())
+
+    @property
+    def has_writer_died(self) -> bool:
+        """One that was granted, and never said that nothing of it lands any more."""
+        return any(t.nonce is not None and t.died for t in self.targets.values())
 
     @property
     def record(self) -> MetadataRecord | None:

@@ -170,9 +170,10 @@ class DecodeCore:
             elif kind == "resend":
                 self.rooms.resend(record, now)
             elif kind == "drain":
-                record.is_stuck = True
+                # Nobody is to blame for a period that runs.
+                record.is_stuck = bool(record.awaited())
                 self.rooms.emit(record, receiver.drain_expired(), now)
-                self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+                self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
             else:
                 self.rooms.forget(key)
         if self.rooms.shed:
@@ -262,7 +263,7 @@ class DecodeCore:
         elif state is S.DRAINING:
             self.rooms.quarantine(record)
             self.rooms.arm_quarantine(now)
-            self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+            self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
         elif state is S.FAILED:
             self.rooms.release(record)
             self.rooms.timers.disarm("drain", key)

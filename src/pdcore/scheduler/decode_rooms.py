@@ -38,6 +38,10 @@ from pdcore.scheduler.setup import CoreSetup
 from pdcore.scheduler.topologies import Topologies
 from pdcore.types import Failure, Incarnation, PeerRef
 
+#: How long blocks wait on a QUARANTINE transport once every writer has said that nothing of it
+#: lands any more: what is left is on its way through this process's own buffers, which empty
+#: while it runs. The declared period is for writers that died without a word.
+ACKNOWLEDGED_S: Final = 2.0
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
 
@@ -95,7 +99,9 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
         return {**self.topologies.refused(now), **super().refused_peers(now)}
 
     def quarantine(self, record: DecodeRecord) -> None:
-        """The client has its answer; writers may still be alive (D3)."""
+        """The client has its answer; writers may still be alive (D3), if there are any."""
+        if not record.receiver.was_granted:
+            record.receiver.quarantine_s = 0.0
         self.blocks.quarantine(record.seq.seq_id)
         if record.slot is not None:
             self.slots.quarantine(record.slot)
@@ -108,8 +114,8 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
 
     def age_quarantine(self, now: float) -> None:
         """The period runs from the moment at which no writer can post any more: it covers
-        what was posted before. At most a second per look, so that a stopped process does
-        not age it (rule 6)."""
+        what was posted before, and is short where every writer has said itself that nothing of
+        it lands. At most a second per look, so that a stopped process does not age it (rule 6)."""
         draining = [
             record
             for record in self.records.values()
@@ -121,6 +127,10 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
             if record.aged_s is not None:
                 record.receiver.quarantine_s -= min(now - record.aged_s, MAX_AGE_S)
                 self.touch(record.key)
+            elif not record.receiver.has_writer_died:
+                period_s = min(self.setup.quarantine_s, ACKNOWLEDGED_S)
+                record.receiver.quarantine_s = period_s
+            record.is_stuck = False
             record.aged_s = now
         if draining:
             self.arm_quarantine(now)

@@ -167,7 +167,7 @@ class PrefillCore:
             elif kind == "drain":
                 record.is_stuck = True
                 self.rooms.emit(record, sender.drain_expired(), now)
-                self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+                self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
             elif now < record.deadline_s and sender.unanswered():
                 # Decode may be cut off: the outcome is told until its own deadline.
                 self.rooms.timers.arm("linger", key, record.deadline_s)
@@ -285,7 +285,7 @@ class PrefillCore:
             self.rooms.report(record, finish_reason_of(sender.failure), sender.failure, now)
         if after is S.DRAINING and before is not S.DRAINING:
             self.blocks.quarantine(record.seq.seq_id)
-            self.rooms.timers.arm("drain", key, now + self.setup.limits.drain_timeout_s)
+            self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
         if after in (S.DONE, S.FAILED):
             if before is not after:
                 self.blocks.release(record.seq.seq_id)

@@ -46,6 +46,12 @@ class CoreSetup:
     #: The KV cache lies in memory that this process can read.
     is_host_memory: bool = True
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """After which a room that drains is stuck. A writer of a QUARANTINE transport whose call
+        failed may say only after that period that nothing of it lands any more."""
+        return self.limits.drain_timeout_s + self.quarantine_s
+
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""
         return InstanceProfile(

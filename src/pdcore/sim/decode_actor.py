@@ -222,6 +222,7 @@ def _receiver_key(receiver: Receiver) -> tuple[object, ...]:
             target.record is not None,
             target.answered,
             target.cancel_answered,
+            target.died and receiver.quarantine_s > 0,
         )
         for rank, target in receiver.targets.items()
     )

@@ -20,7 +20,7 @@ from pdcore.engine.simulated import CostModel, SimulatedConfig, SimulatedRunner
 from pdcore.sim.loop import SimLoop
 from pdcore.sim.plan import MAX_PROMPT, VOCABULARY, Plan, WorldOptions
 from pdcore.sim.wire import Wire
-from pdcore.transports.base import Revocation, Transport
+from pdcore.transports.base import Transport
 from pdcore.transports.loopback_fabric import LoopbackFabric
 from pdcore.worker import Worker
 
@@ -203,9 +203,6 @@ def make_site(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False
     network = MemoryNetwork(clock, CALM, seed=rng.getrandbits(64), manual=True)
     fabric = LoopbackFabric(stepped=True, chunk_bytes=CHUNK_BYTES)
     limits = attrs.evolve(LIMITS, max_queued_requests=plan.options.max_queued)
-    if plan.options.revocation is Revocation.QUARANTINE:
-        # Whoever waits for a quarantine is not stuck.
-        limits = attrs.evolve(limits, drain_timeout_s=QUARANTINE_S + 3.0)
     context = copy_context()
     made_of = parts or Parts()
     return Site(plan, loop, trace, rng, wire, network, fabric, limits, context, made_of)

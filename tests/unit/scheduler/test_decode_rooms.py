@@ -28,7 +28,7 @@ from pdcore.fsm.states import ReceiverState
 from pdcore.kv.slots import MetadataSlots
 from pdcore.scheduler.decode import DecodeCore
 from pdcore.scheduler.decode_record import DecodeRecord
-from pdcore.scheduler.decode_rooms import MAX_AGE_S
+from pdcore.scheduler.decode_rooms import ACKNOWLEDGED_S, MAX_AGE_S
 from pdcore.types import GenerateRequest, Incarnation, LeaseId, Nonce, PeerRef, RoomKey
 from tests.unit.scheduler.kit import (
     DECODE,
@@ -254,21 +254,25 @@ def test_a_stopped_process_does_not_age_its_quarantine() -> None:
     assert record.receiver.state is ReceiverState.DRAINING, "acknowledged, but in quarantine"
     let_pass(core, 5.0)
     let_pass(core, 500.0)
-    assert record.receiver.quarantine_s == 3.0 - MAX_AGE_S
-    let_pass(core, 501.0)
+    assert record.receiver.quarantine_s == ACKNOWLEDGED_S - MAX_AGE_S
+    let_pass(core, 500.9)
     assert core.blocks.ledger()["full"].quarantined == 3
     let_pass(core, 502.0)
     assert core.blocks.ledger()["full"].free == 63
 
 
 def test_a_dead_writer_starts_the_quarantine_once() -> None:
-    """Rule 2: the period is the rule where nobody fences; a repeated proof does not start it
-    again."""
+    """Rule 2: the period is the rule where nobody fences, all of it for who said nothing; a
+    repeated proof does not start it again."""
     core = make_decode(quarantine_s=3.0)
     request, record = draining(core)
-    for now in range(10, 15):
+    for now in range(10, 13):
         ask(core, Stale(request.key, PREFILL.incarnation), REBORN, float(now))
         let_pass(core, float(now))
+    assert record.receiver.quarantine_s > 0
+    for now in (13.0, 14.0):
+        ask(core, Stale(request.key, PREFILL.incarnation), REBORN, now)
+        let_pass(core, now)
     assert record.receiver.state is ReceiverState.FAILED
     assert core.blocks.ledger()["full"].free == 63
 

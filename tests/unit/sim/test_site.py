@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pdcore.sim.plan import make_plan
 from pdcore.sim.site import START_S, SimClock, Trace, make_site
-from pdcore.transports.base import Revocation
 
 
 def test_clocks_follow_virtual_time_and_may_differ() -> None:
@@ -29,14 +28,3 @@ def test_a_violation_says_when() -> None:
     site = make_site(make_plan(0))
     site.violate("it broke")
     assert site.violations == ["at 0.000 s: it broke"]
-
-
-def test_a_quarantine_is_not_called_stuck() -> None:
-    """Rule 6: where time frees blocks, draining for that time is what is expected."""
-    for seed in range(40):
-        plan = make_plan(seed)
-        limits = make_site(plan).limits
-        if plan.options.revocation is Revocation.QUARANTINE:
-            assert limits.drain_timeout_s > 5.0
-            return
-    raise AssertionError("no world of 40 has a quarantine")
