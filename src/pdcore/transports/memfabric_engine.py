@@ -138,8 +138,14 @@ class MemFabricEngine:
                     f"be with {size_bytes} besides"
                 )
             if times == 0:
-                for side in self._sides.values():
-                    self._register(side, base, size_bytes)
+                # Prefill first, which only reads it: so nothing is taken back that peers write to.
+                for count, side in enumerate(sides := list(self._sides.values())):
+                    try:
+                        self._register(side, base, size_bytes)
+                    except TransportError:
+                        for earlier in sides[:count]:
+                            earlier.engine.unregister_memory(base)
+                        raise
             self._memory[base] = size_bytes, times + 1
 
     def unregister(self, base: int, size_bytes: int) -> None:

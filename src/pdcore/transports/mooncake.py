@@ -32,7 +32,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import attrs
 
@@ -46,6 +46,7 @@ from pdcore.transports.engines import (
     WriteFailed,
 )
 from pdcore.transports.onesided import OneSidedTransport, caps_of
+from pdcore.transports.onesided_memory import StillRegistered
 from pdcore.transports.onesided_side import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S, SideOptions
 from pdcore.transports.registry import TransportPlugin, WorkerPlace
 from pdcore.transports.socket_address import TCP, UNIX, free_port
@@ -141,52 +142,57 @@ class MooncakeEngine:
             make_backend("hccl", host, device_index).enter_thread()
         alignment = ASCEND_ALIGNMENT if is_ascend else LIMITS.alignment
         kinds = (CPU, "npu") if is_ascend else LIMITS.device_kinds
-        self._host = _numeric(host)
-        is_one_host = ipaddress.IPv4Address(self._host).is_loopback
+        host = _numeric(host)
+        is_one_host = ipaddress.IPv4Address(host).is_loopback
         late_s = LANDS_LATE_S if is_one_host else LANDS_LATE_BETWEEN_HOSTS_S
         self.limits = attrs.evolve(
             LIMITS, alignment=alignment, lands_late_s=late_s, device_kinds=kinds
         )
-        self._settings = self._host, protocol, device_name
+        self._settings = host, protocol, device_name
         _tell_vendor(stall_timeout_s)
         self._ids = itertools.count(1)
-        #: Guards what follows: sessions open peers on threads of their own.
+        #: Sessions open peers on threads of their own. To start an engine, and to register
+        #: memory with one, takes as long as the vendor likes, and nobody may wait for it who
+        #: writes to another peer (D23): so ``_starting`` is held by those alone who need a new
+        #: engine, ``_registering`` while memory and engines are brought together (it guards
+        #: ``_regions``), and ``_lock`` for a moment. They are taken in this order.
+        self._starting, self._registering = threading.Lock(), threading.Lock()
         self._lock = threading.Lock()
-        #: The first is the one that peers write to.
-        self._engines = [_start(*self._settings)]
-        #: Of each engine: which life it knows by a name.
-        self._known: list[dict[str, bytes]] = [{}]
+        #: The first is the one that peers write to. Each with the lives that it knows by a name.
+        self._engines: list[tuple[TransferEngine, dict[str, bytes]]] = []
         self._regions: dict[int, int] = {}
         self._peers: dict[int, tuple[TransferEngine, str]] = {}
-        self._life = secrets.token_bytes(_LIFE_BYTES)
+        first = _start(*self._settings)
+        life = secrets.token_bytes(_LIFE_BYTES)
+        self._address = _Address(life, host, first.get_rpc_port()).encode()
+        self._engines.append((first, {}))
 
     def address(self) -> bytes:
-        with self._lock:
-            port = self._engines[0].get_rpc_port()
-        return _Address(self._life, self._host, port).encode()
+        return self._address
 
     def register(self, base: int, size_bytes: int) -> None:
-        with self._lock:
-            for engine in self._engines:
-                _expect(engine.register_memory(base, size_bytes), f"register {size_bytes} bytes")
+        """All or nothing. Raises StillRegistered where that cannot be."""
+        with self._registering:
+            engines = self._started()
+            for count, engine in enumerate(engines):
+                code = engine.register_memory(base, size_bytes)
+                if code:
+                    _take_back(engines[:count], base, f"register {size_bytes} bytes ({code})")
             self._regions[base] = size_bytes
 
     def unregister(self, base: int, size_bytes: int) -> None:
         """What is on its way when this is called lands all the same: see RegionTable, which
         keeps regions that anybody may write to."""
-        with self._lock:
+        with self._registering:
             self._regions.pop(base, None)
-            for engine in self._engines:
-                _expect(engine.unregister_memory(base), f"unregister {size_bytes} bytes")
+            for code in [engine.unregister_memory(base) for engine in self._started()]:
+                _expect(code, f"unregister {size_bytes} bytes")
 
     def open(self, address: bytes) -> int:
         """A write of nothing meets the peer, while it is known to live: the engine meets one
         at a time, and a peer that is stopped in that moment keeps all others from being met."""
         found = _decode_address(address)
-        with self._lock:
-            if not self._engines:
-                raise TransportError("this engine is closed")
-            engine = self._engine_for(found)
+        engine = self._engine_for(found)
         code = engine.batch_transfer_sync_write(found.name, [], [], [])
         if code:
             raise TransportError(f"mooncake's engine at {found.name} cannot be reached ({code})")
@@ -223,20 +229,41 @@ class MooncakeEngine:
         """The vendor has no other end than the last reference; it takes a second."""
         with self._lock:
             self._peers.clear()
-            self._known.clear()
             self._engines.clear()
+
+    def _started(self) -> list[TransferEngine]:
+        """Raises TransportError once it is closed."""
+        with self._lock:
+            if not self._engines:
+                raise TransportError("this engine is closed")
+            return [engine for engine, _ in self._engines]
 
     def _engine_for(self, address: _Address) -> TransferEngine:
         """One that knows no other life by that name. Raises TransportError."""
-        for engine, known in zip(self._engines, self._known, strict=True):
-            if known.setdefault(address.name, address.life) == address.life:
+        if (engine := self._acquainted(address)) is not None:
+            return engine
+        with self._starting:
+            # Another one may have started it meanwhile.
+            if (engine := self._acquainted(address)) is not None:
                 return engine
-        engine = _start(*self._settings)
-        for base, size_bytes in self._regions.items():
-            _expect(engine.register_memory(base, size_bytes), f"register {size_bytes} bytes")
-        self._engines.append(engine)
-        self._known.append({address.name: address.life})
+            engine = _start(*self._settings)
+            with self._registering:
+                self._started()
+                for base, size_bytes in self._regions.items():
+                    code = engine.register_memory(base, size_bytes)
+                    _expect(code, f"register {size_bytes} bytes")
+                with self._lock:
+                    self._engines.append((engine, {address.name: address.life}))
         return engine
+
+    def _acquainted(self, address: _Address) -> TransferEngine | None:
+        """That one, if there is one. Raises TransportError once it is closed."""
+        self._started()
+        with self._lock:
+            for engine, known in self._engines:
+                if known.setdefault(address.name, address.life) == address.life:
+                    return engine
+        return None
 
 
 def _tell_vendor(stall_timeout_s: float) -> None:
@@ -267,6 +294,18 @@ def _start(host: str, protocol: str, device_name: str) -> TransferEngine:
             "why. tcp works everywhere; rdma needs a card, ascend an NPU with CANN"
         )
     return engine
+
+
+def _take_back(engines: list[TransferEngine], base: int, what: str) -> NoReturn:
+    """Raises TransportError for what could not be done; StillRegistered where one of these
+    engines does not let go of the memory."""
+    codes = [engine.unregister_memory(base) for engine in engines]
+    if any(codes):
+        raise StillRegistered(
+            f"mooncake could not {what}, nor take back what it had done of it ({codes}): it stays "
+            "where it is until this process ends"
+        )
+    raise TransportError(f"mooncake could not {what}")
 
 
 def _expect(code: int, what: str) -> None:

@@ -161,6 +161,8 @@ class NixlEngine:
             if not known:
                 raise TransportError(f"nixl: {size_bytes} bytes at {base:#x} are not registered")
             last = known.pop()
+            if not known:
+                del self._regions[base, size_bytes]
         with self._vendor.spoken(f"deregister {size_bytes} bytes"):
             self._agent.deregister_memory(last)
 

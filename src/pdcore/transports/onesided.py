@@ -45,10 +45,9 @@ from pdcore.transports.base import (
     TransportCaps,
     TransportEvent,
 )
-from pdcore.transports.copy import ByteArray
 from pdcore.transports.descriptor import EndpointDescriptor, decode
 from pdcore.transports.engines import Engine, EngineLimits
-from pdcore.transports.onesided_memory import EngineMemory
+from pdcore.transports.onesided_memory import EngineMemory, kept_memory
 from pdcore.transports.onesided_sender import Sender
 from pdcore.transports.onesided_side import SideChannel, SideOptions
 from pdcore.transports.regions import RegionTable
@@ -205,8 +204,7 @@ class OneSidedTransport:
             self._engine.close()
         except TransportError as error:
             left.append(str(error))
-            # Whoever writes to it yet writes to nobody else's.
-            _kept_memory.append(list(self._regions.arrays.values()))
+            kept_memory.append(list(self._regions.arrays.values()))
         if not self._side.close(max(_LEAST_S, deadline - time.monotonic())):
             left.append("the thread of the side channel")
         self._regions.clear()
@@ -239,8 +237,7 @@ def _withdraw(transport: OneSidedTransport, region: Region) -> None:
     try:
         transport._engine.unregister(base, size_bytes)
     except TransportError:
-        # Whoever writes to it yet writes to nobody else's.
-        _kept_memory.append([np.frombuffer(region.buffer, np.uint8)])
+        kept_memory.append([np.frombuffer(region.buffer, np.uint8)])
         raise
 
 
@@ -253,8 +250,6 @@ def _check_open(closed: bool) -> None:
 #: show as the end of its connections; and have none of the vendor's threads.
 _living: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
 _kept_in_child: list[OneSidedTransport] = []
-#: Of engines that could not be closed.
-_kept_memory: list[list[ByteArray]] = []
 
 
 def _abandon_all() -> None:

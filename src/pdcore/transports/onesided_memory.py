@@ -3,13 +3,24 @@ open to peers than was registered."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from pdcore.errors import TransportError
 from pdcore.transports.base import DeviceBuffer, Region
+from pdcore.transports.copy import ByteArray
 from pdcore.transports.engines import CPU, Engine
 from pdcore.transports.onesided_chunks import Welcome, base_of
 from pdcore.transports.regions import RegionTable, zeroed_pages
+
+#: What a vendor does not let go of stays where it is for the life of this process: whoever writes
+#: to it yet writes to nobody else's.
+kept_memory: Final[list[list[ByteArray]]] = []
+
+
+class StillRegistered(TransportError):
+    """``Engine.register`` failed, and the vendor has the memory all the same."""
 
 
 class EngineMemory:
@@ -69,7 +80,9 @@ class EngineMemory:
             if base % alignment:
                 raise TransportError(f"memory must be aligned to {alignment} bytes: use allocate")
             self._engine.register(base, entered_bytes)
-        except TransportError:
+        except TransportError as error:
+            if isinstance(error, StillRegistered):
+                kept_memory.append([self._regions.arrays[region.region_id]])
             self._regions.remove(region)
             raise
         self._entered[region.region_id] = entered_bytes

@@ -306,6 +306,25 @@ def test_memory_that_the_vendor_refuses(fake: ModuleType) -> None:
             pair.receiver.unregister(more.base, more.size)
 
 
+def test_memory_that_one_side_refuses_neither_has(
+    fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner may free it: the vendor must not know a place that is somebody else's then."""
+    with Pair("1.3.0") as pair:
+        sides, more = pair.receiver._sides, Memory(4096)
+        assert list(sides) == ["Prefill", "Decode"]
+        said: list[tuple[str, int]] = []
+        prefill, decode = (side.engine for side in sides.values())
+        monkeypatch.setattr(decode, "register_memory", lambda base, size: -9)
+        for role, engine in (("Prefill", prefill), ("Decode", decode)):
+            monkeypatch.setattr(
+                engine, "unregister_memory", lambda base, role=role: said.append((role, base)) or 0
+            )
+        with pytest.raises(TransportError, match=r"answered -9 \(Decode\)"):
+            pair.receiver.register(more.base, more.size)
+        assert said == [("Prefill", more.base)]
+
+
 def test_memory_refused_when_a_peer_asks_leaves_no_engine(fake: ModuleType) -> None:
     engine = MemFabricEngine(MemFabricOptions())
     memory = Memory(4096)

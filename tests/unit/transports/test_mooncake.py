@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from pdcore.transports import mooncake
 from pdcore.transports.base import Revocation
 from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, WriteFailed
 from pdcore.transports.mooncake import MooncakeEngine
+from pdcore.transports.onesided_memory import StillRegistered
 from pdcore.transports.registry import WorkerPlace, load
 from pdcore.types import Incarnation
 
@@ -140,7 +142,7 @@ def by_name_alone(engine: MooncakeEngine, address: bytes) -> int:
 
 def meets_the_new_life(fake: type[Fake], engine: MooncakeEngine, opening: object) -> None:
     assert callable(opening)
-    one, two = (bytes([life]) * 16 + b"\x98\x3a" + HOST.encode() for life in (1, 2))
+    one, two = life_at_one_port(1), life_at_one_port(2)
     first = len(fake.made)
     opening(engine, one)
     opening(engine, one)
@@ -162,6 +164,134 @@ def test_a_life_at_the_port_of_another_is_met_anew(fake: type[Fake]) -> None:
     assert all(("register", 8192, 64) in one.said for one in fake.made)
     with pytest.raises(AssertionError, match="old life"):
         meets_the_new_life(fake, MooncakeEngine(HOST), by_name_alone)
+
+
+def two_engines(fake: type[Fake]) -> tuple[MooncakeEngine, Fake, Fake]:
+    """One that has met two lives at one port, and the vendor's two."""
+    engine = MooncakeEngine(HOST)
+    for life in (1, 2):
+        engine.open(life_at_one_port(life))
+    first, second = fake.made
+    return engine, first, second
+
+
+def life_at_one_port(life: int) -> bytes:
+    return bytes([life]) * 16 + b"\x98\x3a" + HOST.encode()
+
+
+def test_memory_that_one_engine_refuses_none_has(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D58: its owner may give it to somebody else, and peers would write there."""
+    engine, first, second = two_engines(fake)
+    monkeypatch.setattr(second, "code", -1)
+    with pytest.raises(TransportError, match=r"could not register 64 bytes \(-1\)") as caught:
+        engine.register(4096, 64)
+    assert not isinstance(caught.value, StillRegistered)
+    assert first.said[-2:] == [("register", 4096, 64), ("unregister", 4096)]
+    monkeypatch.setattr(second, "code", 0)
+    engine.open(life_at_one_port(3))
+    assert ("register", 4096, 64) not in fake.made[-1].said
+
+
+def test_what_cannot_be_taken_back_is_said_to_be_there(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, first, second = two_engines(fake)
+    monkeypatch.setattr(second, "code", -1)
+    monkeypatch.setattr(first, "unregister_memory", lambda base: -7)
+    with pytest.raises(StillRegistered, match=r"nor take back .*\[-7\].*stays"):
+        engine.register(4096, 64)
+
+
+def test_every_engine_is_asked_to_let_go(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, first, second = two_engines(fake)
+    engine.register(4096, 64)
+    monkeypatch.setattr(first, "code", -1)
+    with pytest.raises(TransportError, match="unregister 64 bytes"):
+        engine.unregister(4096, 64)
+    assert second.said[-1] == ("unregister", 4096)
+
+
+def meeting_one_holds_up_nobody(
+    fake: type[Fake],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: MooncakeEngine,
+    patience_s: float,
+) -> None:
+    """While the vendor starts another engine for a life at a known port, the others are written
+    to, met, and told of memory; and the new engine gets what was registered meanwhile."""
+    starts, may_go = threading.Event(), threading.Event()
+    initialize = Fake.initialize
+
+    def slow(one: Fake, *settings: str) -> int:
+        starts.set()
+        assert may_go.wait(20)
+        return initialize(one, *settings)
+
+    engine.register(4096, 64)
+    known = engine.open(life_at_one_port(1))
+    monkeypatch.setattr(fake, "initialize", slow)
+    met: list[int] = []
+    meeting = threading.Thread(target=lambda: met.append(engine.open(life_at_one_port(2))))
+    meeting.start()
+    assert starts.wait(20)
+
+    def others() -> None:
+        engine.write(known, row(1), row(2), row(3), lambda: False)
+        engine.open(life_at_one_port(1))
+        engine.register(8192, 64)
+        engine.unregister(4096, 64)
+        assert engine.address()
+
+    working = threading.Thread(target=others)
+    working.start()
+    try:
+        working.join(patience_s)
+        assert not working.is_alive(), "everybody waits for one peer"
+    finally:
+        may_go.set()
+        working.join()
+        meeting.join()
+    assert len(met) == 1
+    first, second = fake.made
+    assert second.said[1:3] == [("register", 8192, 64), (f"{HOST}:15000", [], [], [])]
+    assert ("unregister", 4096) in first.said
+
+
+def test_one_peer_at_a_port_that_is_used_again_holds_up_nobody(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D23: to start an engine takes the vendor a second or more."""
+    meeting_one_holds_up_nobody(fake, monkeypatch, MooncakeEngine(HOST), 20.0)
+
+
+def test_one_lock_for_all_is_found(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    """D23: the check fails on the former rule."""
+    engine = MooncakeEngine(HOST)
+    one_lock = threading.RLock()
+    for name in ("_starting", "_registering", "_lock"):
+        monkeypatch.setattr(engine, name, one_lock)
+    with pytest.raises(AssertionError, match="everybody waits"):
+        meeting_one_holds_up_nobody(fake, monkeypatch, engine, 0.3)
+
+
+def test_those_who_need_a_new_engine_share_it(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that comes back at its old ports is met by one engine more, not by one a rank."""
+    engine = MooncakeEngine(HOST)
+    ports = [bytes([port]) + b"\x3a" + HOST.encode() for port in range(8)]
+    for port in ports:
+        engine.open(bytes([1]) * 16 + port)
+    meetings = [
+        threading.Thread(target=engine.open, args=(bytes([2]) * 16 + port,)) for port in ports
+    ]
+    for one in meetings:
+        one.start()
+    for one in meetings:
+        one.join()
+    assert len(fake.made) == 2
 
 
 def test_addresses_from_peers_are_checked(fake: type[Fake]) -> None:

@@ -379,6 +379,22 @@ def test_too_many_regions_for_an_address(
 
 
 @needs_wheel
+def test_nothing_is_kept_of_memory_that_came_and_went(
+    engine: NixlEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that registers a buffer a request would keep an entry for each; and be told to
+    register fewer regions than it has."""
+    memory = memory_of(engine, MIB)
+    for offset in range(0, 200 * 64, 64):
+        engine.register(base(memory) + offset, 64)
+        engine.unregister(base(memory) + offset, 64)
+    assert len(engine._regions) == 1
+    monkeypatch.setattr(nixl, "MAX_ADDRESS_BYTES", 300)
+    with pytest.raises(TransportError, match="nixl: 1 regions make an address of"):
+        engine.address()
+
+
+@needs_wheel
 def test_engines_leave_no_descriptor_and_no_thread() -> None:
     def turn() -> None:
         first, second = NixlEngine(incarnation(), **TCP), NixlEngine(incarnation(), **TCP)

@@ -257,7 +257,7 @@ def test_an_engine_that_cannot_be_closed_keeps_its_memory() -> None:
     assert transport.close() == []
     del region
     gc.collect()
-    (kept,) = onesided._kept_memory.pop()
+    (kept,) = onesided.kept_memory.pop()
     assert kept.ctypes.data == address
 
 
@@ -285,7 +285,7 @@ def test_memory_that_the_engine_does_not_let_go_stays_where_it_is() -> None:
         transport.deregister(region)
     del region
     gc.collect()
-    (kept,) = onesided._kept_memory.pop()
+    (kept,) = onesided.kept_memory.pop()
     assert kept.ctypes.data == address
     assert transport.close() == []
 

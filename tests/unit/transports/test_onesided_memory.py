@@ -10,7 +10,7 @@ from pdcore.errors import TransportError
 from pdcore.transports.base import DeviceBuffer
 from pdcore.transports.onesided import OneSidedTransport
 from pdcore.transports.onesided_chunks import base_of
-from pdcore.transports.onesided_memory import EngineMemory
+from pdcore.transports.onesided_memory import EngineMemory, StillRegistered, kept_memory
 from pdcore.transports.regions import RegionTable, zeroed_pages
 from pdcore.types import Incarnation
 from tests.unit.transports.attach_engine import LIMITS, AttachEngine, make
@@ -63,6 +63,25 @@ def test_memory_that_shares_a_page_is_a_source_only(
     assert len(engine.registered) == 5
     whole = memory.register(pages[2 * PAGE :])
     assert regions.targets() == {whole.region_id: 2 * PAGE}
+
+
+class Clings(AttachEngine):
+    """Refuses memory, and has it all the same."""
+
+    def register(self, base: int, size_bytes: int) -> None:
+        super().register(base, size_bytes)
+        raise StillRegistered("refused, and kept")
+
+
+def test_what_a_vendor_does_not_let_go_of_stays(regions: RegionTable) -> None:
+    """D58: no region, but nobody else's memory either, for as long as this process lives."""
+    memory = EngineMemory(Clings(), regions)
+    ours = memoryview(bytearray(100))
+    with pytest.raises(StillRegistered):
+        memory.register(ours)
+    assert regions.targets() == {}
+    (kept,) = kept_memory.pop()
+    assert base_of(kept) == address(ours)
 
 
 def test_a_device_has_pages_of_its_own_too(regions: RegionTable) -> None:
