@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from pdcore.control.codec import encode_link
 from pdcore.control.messages import Stop, WorkerHealth, WorkerMessage, WorkerReady
+from pdcore.sim.clients import ask
 from pdcore.sim.cluster import Cluster
 from pdcore.sim.leader import SimLink
 from pdcore.sim.loop import Process, pass_time
-from pdcore.sim.plan import make_plan
-from pdcore.sim.site import make_site
+from pdcore.sim.plan import Request, make_plan
+from pdcore.sim.site import Parts, make_site
 from pdcore.sim.world import in_world
 from pdcore.types import Incarnation
 
@@ -67,3 +71,53 @@ def test_a_leader_serves_from_its_start_to_its_close() -> None:
         assert not set(mine) & set(cluster.site.wire.listeners)
 
     in_world(make_plan(1), scenario)
+
+
+class Counting:
+    """A server around an app: by kind, what it was asked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.kinds: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.kinds.append(scope["type"])
+        await self.app(scope, receive, send)
+
+
+def test_a_server_of_ones_own_stands_before_every_app_and_is_started_once_a_life() -> None:
+    """Issue 3.11."""
+    made: list[tuple[str, Counting]] = []
+
+    def wrap(app: ASGIApp, name: str) -> ASGIApp:
+        made.append((name, Counting(app)))
+        return made[-1][1]
+
+    async def scenario(cluster: Cluster) -> None:
+        request = Request(0, 0.0, "/generate", (5, 6, 7), 4, False, 5.0, None, None)
+        assert (await ask(cluster, request)).is_ok
+        cluster.router.kill(0.5)
+        await pass_time(1.0)
+        assert (await ask(cluster, request)).is_ok
+
+    plan = make_plan(1)
+    in_world(plan, scenario, Parts(wrap_app=wrap))
+    prefills = [f"p{n}" for n in range(plan.options.num_prefill)]
+    decodes = [f"d{n}" for n in range(plan.options.num_decode)]
+    names = [*prefills, *(f"{name}.bootstrap" for name in prefills), *decodes, "router", "router"]
+    assert sorted(name for name, _ in made) == sorted(names)
+    for name, server in made:
+        assert server.kinds.count("lifespan") == (0 if name.endswith(".bootstrap") else 1)
+        assert "http" in server.kinds
+
+
+def test_a_server_that_cannot_start_is_found() -> None:
+    async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+        raise OSError("no database")
+
+    async def scenario(cluster: Cluster) -> None:
+        await pass_time(0.1)
+
+    parts = Parts(wrap_app=lambda app, name: nobody if name == "d1" else app)
+    with pytest.raises(AssertionError, match="no database"):
+        in_world(make_plan(1), scenario, parts)
