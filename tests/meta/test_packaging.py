@@ -68,3 +68,43 @@ def test_the_package_is_typed_and_its_build_reads_one_version() -> None:
 
 def test_the_command_is_declared() -> None:
     assert PROJECT["scripts"] == {"pdcore": "pdcore.cli:main"}
+
+
+#: Modules of transports whose tests above a wheel are skipped where there is none.
+VENDORS = {"mooncake", "nixl", "nixl_vendor", "memfabric", "memfabric_vendor"}
+
+
+def asks_for_a_wheel(source: str) -> bool:
+    """Whether tests of a file are skipped where a vendor's wheel is missing: it is asked for
+    when the file is imported, and not by one of its tests."""
+    tree = parse_quietly(source)
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "why_unavailable"
+        and ast.unparse(node.value) in VENDORS
+        for statement in tree.body
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+        for node in ast.walk(statement)
+    )
+
+
+def test_what_needs_a_wheel_runs_in_a_session_that_installs_it() -> None:
+    """24 tests of nixl and 3 of mooncake ran nowhere: `tests` installs no vendor, and the session
+    that does ran its own folder only."""
+    tree = parse_quietly((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    (session,) = (
+        ast.unparse(node)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "conformance"
+    )
+    assert "install_vendors(session)" in session
+    gated = [
+        path
+        for path in sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+        if asks_for_a_wheel(path.read_text(encoding="utf-8"))
+    ]
+    assert len(gated) >= 3
+    for path in gated:
+        assert f"{{unit}}/{path.name}" in session, f"{path.name} runs in no session"
+    assert not asks_for_a_wheel("def test_it() -> None:\n    assert nixl.why_unavailable()\n")
+    assert asks_for_a_wheel("real = skipif(mooncake.why_unavailable() is not None)\n")
