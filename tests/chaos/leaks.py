@@ -28,6 +28,14 @@ class Holding(NamedTuple):
     descriptors: Counter[str]
     threads: int
 
+    def as_json(self) -> dict[str, int]:
+        """Descriptors, sockets among them, and threads."""
+        return {
+            "fds": self.descriptors.total(),
+            "sockets": self.descriptors["socket"],
+            "threads": self.threads,
+        }
+
 
 def descriptors(pid: int) -> Counter[str]:
     """Open descriptors by kind: "socket", "pipe", "segment", "file",

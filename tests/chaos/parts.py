@@ -99,7 +99,7 @@ class Parts:
         self.free = self._idle_pools()
         # Everything that is made on first use is there: threads, pools, connections.
         asyncio.run(Load(self.router, seed=0).run(_nothing, num_after=60))
-        self._before = self._holdings()
+        self.before = self.holdings()
 
     def _first_arguments(self, name: str) -> list[str]:
         role = name.partition("-")[0]
@@ -205,8 +205,8 @@ class Parts:
         used.pop("kv_total", None)
         return now.get("kv_free") == self.free[name] and not used
 
-    def _holdings(self) -> dict[str, Holding]:
-        """Raises OSError, IndexError while a part is away."""
+    def holdings(self) -> dict[str, Holding]:
+        """What each part has open now. Raises OSError, IndexError while a part is away."""
         return {part: holding(self.pid(part)) for part in (*INSTANCES, *WORKERS, "router")}
 
     def leaks(self) -> list[str]:
@@ -215,7 +215,7 @@ class Parts:
         return [
             *(f"process {pid} belongs to nobody" for pid in sorted(orphans)),
             *(f"{part} maps segment {inode} of a dead worker" for part, inode in self._foreign()),
-            *grown(self._before, self._holdings()),
+            *grown(self.before, self.holdings()),
             *(
                 f"{name}: blocks are not all free: {self.ledger(name)}"
                 for name in INSTANCES

@@ -8,6 +8,9 @@ the end it counts what became of every request and what is left over: exit statu
 no request is lost (neither answered nor disconnected), none is wrong or fails with a code that
 a death does not explain, each is counted once, and nothing leaked.
 
+A prefill leader has the bootstrap server in its process: killing or stopping "prefill-0" is
+killing or stopping that server, too, and a router or worker that knows it must do without it.
+
 The same seed makes the same choices; when each takes effect is up to the machine.
 """
 
@@ -24,14 +27,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
 from pdcore.server.client import HttpClient
 from pdcore.sim.clients import ALLOWED_CODES
-from tests.chaos.leaks import belonging_to
+from tests.chaos.leaks import Holding, belonging_to
 from tests.chaos.parts import INSTANCES, WORKERS, Parts
 from tests.scenarios.processes import children
 from tests.scenarios.soak_client import GRACE_S, Outcome, ask
@@ -44,7 +47,8 @@ MIN_GAP_S, MAX_GAP_S = 1.0, 3.0
 #: Tries to start a part again.
 STARTS = 5
 MIN_STOP_S, MAX_STOP_S = 0.1, 3.0
-#: Workers hold the blocks: they are hit twice as often.
+#: Workers hold the blocks: they are hit twice as often. A prefill leader (an instance's name
+#: alone) takes its bootstrap server with it.
 VICTIMS = (*WORKERS, *WORKERS, *INSTANCES, "router")
 
 
@@ -277,6 +281,15 @@ class Storm:
                 self._busy.add(name)
 
 
+def told(before: Mapping[str, Holding], after: Mapping[str, Holding]) -> dict[str, object]:
+    """Of every process by name: what it had open when all was calm at the start, and what it,
+    or whoever took its place, has in the end."""
+    return {
+        part: {"start": held.as_json(), "end": after[part].as_json()}
+        for part, held in before.items()
+    }
+
+
 def run(
     seconds: float, seed: int, folder: Path, transport: str = "auto", tp_size: int = 1
 ) -> dict[str, object]:
@@ -287,6 +300,7 @@ def run(
         storm = Storm(parts, seed)
         asyncio.run(storm.run(seconds))
         left = parts.left_over()
+        holdings = told(parts.before, parts.holdings())
     finally:
         gone = parts.close()
     left += [f"process {pid} did not end" for pid in gone]
@@ -312,6 +326,7 @@ def run(
             "ended": tally.num_ended,
             "longest_s": round(tally.longest_s, 2),
         },
+        "holdings": holdings,
         "leaks": left,
         "violations": [*tally.examples, *storm.broken, *left],
         "is_clean": tally.is_clean and not left and not storm.broken,

@@ -59,8 +59,8 @@ def test_a_stopped_worker(parts: Parts, victim: str) -> None:
 
 @pytest.mark.parametrize("victim", ["prefill-1", "decode-0"])
 def test_a_killed_leader(parts: Parts, victim: str) -> None:
-    """D48, D60: its worker dies with it, the router takes it out of the rotation, and back
-    when the same command is started again."""
+    """D48, D60: its worker dies with it, and prefill's bootstrap server, which it runs; the router
+    takes it out of the rotation, and back when the same command is started again."""
     worker = parts.pid(f"{victim} worker")
 
     async def kill(load: Load) -> None:
@@ -78,7 +78,7 @@ def test_a_killed_leader(parts: Parts, victim: str) -> None:
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
 def test_a_stopped_leader(parts: Parts, victim: str) -> None:
     """D48: a leader that does not answer gets no more requests; those that it had end in
-    their own time."""
+    their own time. Prefill's bootstrap server stands still with it."""
 
     async def stop(load: Load) -> None:
         pid = parts.pid(victim)

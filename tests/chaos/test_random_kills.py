@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.chaos.random_kills import Tally
+import os
+from collections import Counter
+
+from tests.chaos.leaks import Holding, holding
+from tests.chaos.random_kills import Tally, told
 from tests.scenarios.soak_client import Outcome
 
 
@@ -33,3 +37,17 @@ def test_each_request_is_counted_once() -> None:
     assert tally.num_ended == tally.sent
     assert not Tally(sent=2, ok=1).is_clean
     assert Tally(sent=2, ok=2).is_clean
+
+
+def test_what_was_open_is_told_for_start_and_end() -> None:
+    """So that a leak within its margin can be seen to grow from run to run."""
+    before = Holding(Counter(socket=3, pipe=2), 5)
+    now = holding(os.getpid())
+    assert told({"router": before}, {"router": now})["router"] == {
+        "start": {"fds": 5, "sockets": 3, "threads": 5},
+        "end": {
+            "fds": now.descriptors.total(),
+            "sockets": now.descriptors["socket"],
+            "threads": now.threads,
+        },
+    }
