@@ -104,8 +104,8 @@ class Cluster:
         self._late: dict[tuple[Incarnation, int], float] = {}
         #: Called with every write that moved or landed, before anybody else can run.
         self.on_write: Callable[[Action], None] = _unwatched
-        #: Instances whose next write is their last: see "crash_writer" of the faults.
-        self.ambushed: set[str] = set()
+        #: Instances whose next write is their last, by fault: see "crash_writer".
+        self.ambushes: dict[int, str] = {}
 
     def start(self) -> None:
         for instance in self.instances.values():
@@ -214,10 +214,12 @@ class Cluster:
     def _strike(self, action: Action) -> None:
         """Kill who writes, if it is waited for and not done with this write."""
         writer = self.lives.get(action.sender)
-        if writer is None or writer.seat.name not in self.ambushed or action.kind != "move":
+        if not self.ambushes or writer is None or action.kind != "move":
             return
-        if action in self.site.fabric.pending():
-            self.ambushed.discard(writer.seat.name)
+        waiting = [number for number, name in self.ambushes.items() if name == writer.seat.name]
+        if waiting and action in self.site.fabric.pending():
+            del self.ambushes[waiting[0]]
+            self.site.faults["writer_killed"] += 1
             self.instances[writer.seat.name].kill_worker(late=True, in_write=writer)
 
 

@@ -147,9 +147,13 @@ def _crash_worker(cluster: Cluster, fault: Fault) -> None:
 
 def _crash_writer(cluster: Cluster, fault: Fault) -> Undo:
     """The next worker of this instance that writes is killed between two pieces of its write,
-    and the rest of it still lands."""
-    cluster.ambushed.add(fault.target)
-    return lambda: cluster.ambushed.discard(fault.target)
+    and the rest of it still lands. Counted as "writer_killed" when it happens."""
+    cluster.ambushes[fault.number] = fault.target
+
+    def undo() -> None:
+        cluster.ambushes.pop(fault.number, None)
+
+    return undo
 
 
 def _crash_leader(cluster: Cluster, fault: Fault) -> None:

@@ -174,7 +174,9 @@ def _struck(plan: Plan) -> Plan:
     for _ in range(rng.randint(2, MAX_STRUCK)):
         fault = _fault(rng, len(faults), "crash_writer", options)
         target, other = rng.choice(prefills), rng.choice(decodes)
-        faults.append(attrs.evolve(fault, target=target, other=other))
+        # Long enough for somebody to write.
+        duration_s = max(1.0, fault.duration_s)
+        faults.append(attrs.evolve(fault, target=target, other=other, duration_s=duration_s))
     return attrs.evolve(plan, options=options, faults=tuple(faults))
 
 

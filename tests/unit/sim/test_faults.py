@@ -38,9 +38,11 @@ def test_a_writer_is_killed_in_the_middle_of_its_write() -> None:
     """Rule 2, D32: what it had posted lands after it, and its successor is there meanwhile."""
     plan = make_plan(1)
     options = attrs.evolve(plan.options, late_writes=True, same_address=True)
-    faults = tuple(Fault(n, "crash_writer", 0.5, f"p{n}", "d0", 2.0, 0.5) for n in range(2))
+    faults = tuple(Fault(n, "crash_writer", 0.5, f"p{n % 2}", "d0", 2.0, 0.5) for n in range(4))
     result = run_world(attrs.evolve(plan, options=options, faults=faults), is_traced=True)
     assert result.violations == []
+    assert result.faults["crash_writer"] == 4
+    assert 2 < result.faults["writer_killed"] <= 4, "two on one instance are two"
     assert result.faults["write_of_the_dead"] > 0
     assert result.trace is not None
     trace = "\n".join(result.trace)
