@@ -73,9 +73,8 @@ V = TypeVar("V")
 #: Process lives remembered: those that are dead and fenced, and as many that live.
 MAX_LIVES: Final = 4096
 
-#: Seconds in which a descriptor that could not be connected to is not tried again. A
-#: stopped peer costs the loop a connect time-out per try (1 s with shm), and every request
-#: of the loop with it.
+#: Seconds in which a descriptor that could not be connected to is not tried again. A stopped
+#: peer costs the loop, and every request of it, a connect time-out per try (1 s with shm).
 CONNECT_AGAIN_S: Final = 5.0
 
 #: Failed connects remembered.
@@ -211,16 +210,18 @@ class Executor:
         return self._post(effect, (effect.start_token + effect.num_tokens, event.sums))
 
     def _post(self, effect: PostTransfer, summed: Summed | None) -> list[Event]:
+        """A session that lost its peer never comes back. What it refuses was not written (G3), so
+        the same process life is connected to anew, once."""
+        is_old = effect.peer.incarnation in self._sessions
         try:
             session = self._session(effect.peer, effect.endpoint)
-            handle = self.transport.submit(
-                session, effect.batches, RemoteLease(effect.lease, effect.ranges)
-            )
+            lease = RemoteLease(effect.lease, effect.ranges)
+            handle = self.transport.submit(session, effect.batches, lease)
         except TransportError as error:
             if isinstance(error, PeerGone):
-                # A session that lost its peer never comes back: the next transfer to the
-                # same process life connects anew.
                 self._disconnect(effect.peer.incarnation)
+                if is_old:
+                    return self._post(effect, summed)
             why = failure("transfer_failed", f"{type(error).__name__}: {error}")
             return [HandleEnded(effect.handle, True, why)]
         self._handles.add(handle, effect.handle, summed)
@@ -242,8 +243,7 @@ class Executor:
             endpoint = decode_endpoint(descriptor)
         except CodecError as error:
             raise TransportError(str(error)) from error
-        # Not the incarnation alone: whoever names another's with a descriptor of his own
-        # must not make it unreachable.
+        # Whoever names another's incarnation beside his own descriptor makes only that unreachable.
         key = (peer.incarnation, endpoint.transport_descriptor)
         self._unreachable.check(key)
         try:

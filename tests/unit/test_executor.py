@@ -26,7 +26,7 @@ from pdcore.control.messages import (
     Tokens,
     WorkerMessage,
 )
-from pdcore.errors import CodecError, TransportError, failure
+from pdcore.errors import CodecError, PeerGone, TransportError, failure
 from pdcore.executor import MAX_LIVES, MAX_UNREACHABLE, Executor, to_leader
 from pdcore.fsm.effects import (
     CancelTransfer,
@@ -335,20 +335,82 @@ def test_a_late_write_ends_twice_and_its_handle_lives_until_the_second(make_pair
     assert len(pair.executor._handles) == 0
 
 
-def test_a_session_that_lost_its_peer_is_not_used_again(make_pair) -> None:
-    """Before the death is polled, a submit may meet it; afterwards the session is new."""
-    pair = make_pair(stepped=True)
+def lose_a_session_only(pair: Pair) -> None:
+    """A cable was cut and is back: no request fails but those that were under way."""
     pair.run(pair.post(1))
     (link,) = pair.fabric._links
     pair.fabric.close_link(link, "the wire was cut")
-    (ended,) = pair.run(pair.post(2))
-    assert isinstance(ended, HandleEnded)
-    assert ended.failure is not None
-    assert "PeerGone" in ended.failure.detail
-    assert pair.run(pair.post(3)) == [], "the same life is reached by a new session"
+    assert pair.run(pair.post(2)) == [], "a healthy request pays for it"
     while pair.fabric.step() is not None:
         pass
-    assert {e.handle for e in pair.executor.poll()} == {1, 3}
+    ended = {e.handle: e.failure for e in pair.executor.poll() if isinstance(e, HandleEnded)}
+    assert set(ended) == {1, 2}
+    assert ended[1] is not None
+    assert ended[2] is None
+    assert written(pair) == bytes(range(64))
+
+
+def test_a_session_that_lost_its_peer_costs_no_further_request(make_pair) -> None:
+    """G3: a refused submit wrote nothing, so it is safe to submit again over a new session."""
+    lose_a_session_only(make_pair(stepped=True))
+
+
+def test_a_request_burnt_for_each_lost_session_is_found(make_pair, monkeypatch) -> None:
+    """The former rule: whoever meets the dead session fails, the next one connects."""
+    pair = make_pair(stepped=True)
+    submit = pair.executor.transport.submit
+
+    def refuse(*arguments: object) -> int:
+        try:
+            return submit(*arguments)
+        except PeerGone as error:
+            raise TransportError(str(error)) from error
+
+    monkeypatch.setattr(pair.executor.transport, "submit", refuse)
+    with pytest.raises(AssertionError, match="healthy request"):
+        lose_a_session_only(pair)
+
+
+@pytest.mark.parametrize(("num_sessions", "num_tries"), [(1, 1), (2, 2)])
+def test_a_peer_that_refuses_is_connected_to_anew_once(
+    make_pair, monkeypatch, num_sessions: int, num_tries: int
+) -> None:
+    """A transport that calls every session dead costs a request one connect, not the loop."""
+    pair = make_pair(stepped=True)
+    connects = CountedConnects(pair, monkeypatch)
+    connects.is_stuck = False
+    if num_sessions == 2:
+        pair.run(pair.post(1))
+    tried: list[PeerSession] = []
+
+    def gone(session: PeerSession, *_: object) -> int:
+        tried.append(session)
+        raise PeerGone("the session is closed or its peer is gone: connect again")
+
+    monkeypatch.setattr(pair.executor.transport, "submit", gone)
+    (ended,) = pair.run(pair.post(7))
+    assert isinstance(ended, HandleEnded)
+    assert (ended.handle, ended.quiesced) == (7, True)
+    assert ended.failure is not None
+    assert "PeerGone" in ended.failure.detail
+    assert (connects.tried, len(tried)) == (num_sessions, num_tries)
+
+
+def test_a_peer_that_is_gone_is_not_connected_to_twice(make_pair, monkeypatch) -> None:
+    """Where nobody answers, a request ends with that: each try holds up the loop."""
+    pair = make_pair(stepped=True)
+    connects = CountedConnects(pair, monkeypatch)
+    connects.is_stuck = False
+    pair.run(pair.post(1))
+    (link,) = pair.fabric._links
+    pair.fabric.close_link(link, "the wire was cut")
+    connects.is_stuck = True
+    for handle in (2, 3):
+        (ended,) = pair.run(pair.post(handle))
+        assert isinstance(ended, HandleEnded)
+        assert ended.failure is not None
+        assert "no answer within 1.0 s" in ended.failure.detail
+    assert connects.tried == 2
 
 
 def test_a_connection_is_opened_before_anything_is_posted(make_pair) -> None:
