@@ -156,15 +156,6 @@ class ReceiverFacts:
         return all(t.nonce is None or t.over for t in self.targets.values())
 
     @property
-    def was_granted(self) -> bool:
-        return any(t.nonce is not None for t in self.targets.values())
-
-    @property
-    def has_writer_died(self) -> bool:
-        """One that was granted, and never said that nothing of it lands any more."""
-        return any(t.nonce is not None and t.died for t in self.targets.values())
-
-    @property
     def record(self) -> MetadataRecord | None:
         """The record of the lowest required rank (rule 5)."""
         for rank in sorted(self.targets):

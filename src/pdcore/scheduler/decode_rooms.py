@@ -27,7 +27,7 @@ from pdcore.errors import failure
 from pdcore.fsm.effects import Effect, FencePeer, SendMessage
 from pdcore.fsm.events import BlocksVerified, LeaseRevoked, MessageReceived
 from pdcore.fsm.states import ReceiverState
-from pdcore.fsm.targets import Admission, CancelAckFrom, ClaimFrom, StatusFrom
+from pdcore.fsm.targets import Admission, CancelAckFrom, ClaimFrom, StatusFrom, Target
 from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import MetadataRecord
 from pdcore.kv.plan import lease_ranges
@@ -100,7 +100,7 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
 
     def quarantine(self, record: DecodeRecord) -> None:
         """The client has its answer; writers may still be alive (D3), if there are any."""
-        if not record.receiver.was_granted:
+        if not _granted(record):
             record.receiver.quarantine_s = 0.0
         self.blocks.quarantine(record.seq.seq_id)
         if record.slot is not None:
@@ -127,7 +127,7 @@ class DecodeRooms(PeeredRooms[DecodeRecord]):
             if record.aged_s is not None:
                 record.receiver.quarantine_s -= min(now - record.aged_s, MAX_AGE_S)
                 self.touch(record.key)
-            elif not record.receiver.has_writer_died:
+            elif not any(target.died for target in _granted(record)):
                 period_s = min(self.setup.quarantine_s, ACKNOWLEDGED_S)
                 record.receiver.quarantine_s = period_s
             record.is_stuck = False
@@ -339,3 +339,8 @@ class DecodeInbox:
         for record in self.rooms.records_of(incarnation):
             lost = record.loss_of(incarnation, detail)
             self.rooms.emit(record, record.receiver.failed_locally(lost), now)
+
+
+def _granted(record: DecodeRecord) -> list[Target]:
+    """Whom a nonce was granted: nobody else can have written."""
+    return [target for target in record.receiver.targets.values() if target.nonce is not None]
