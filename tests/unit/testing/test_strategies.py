@@ -20,7 +20,8 @@ from pdcore.control import messages as m
 from pdcore.control.memory import FaultPlan
 from pdcore.errors import HTTP_STATUS
 from pdcore.sim.plan import Plan, make_plan
-from pdcore.testing import (
+from pdcore.testing import make_world, simulated_tokens
+from pdcore.testing.strategies import (
     failures,
     fault_plans,
     frames,
@@ -28,13 +29,11 @@ from pdcore.testing import (
     incarnations,
     leader_messages,
     leases,
-    make_world,
     nonces,
     peer_messages,
     plans,
     room_keys,
     sampling_params,
-    simulated_tokens,
     worker_messages,
 )
 from pdcore.types import MAX_ID, Failure, GenerateRequest, LeaseId, Nonce, RoomKey, SamplingParams
