@@ -241,7 +241,7 @@ except TransportError as error:
 
 
 def test_d60_no_room_names_the_size_and_the_remedy() -> None:
-    """Whatever says no: a limit of the address space, or what the machine has left."""
+    """D60: whatever says no, a limit of the address space, or what the machine has left."""
     run = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{NO_ROOM}"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [

@@ -124,7 +124,7 @@ def test_too_much_is_an_error_now_not_a_signal_later() -> None:
 
 
 def test_d60_no_room_to_map_it_names_the_size_and_the_remedy() -> None:
-    """A limit of the address space is met by mmap, when the memory is already reserved."""
+    """D60: a limit of the address space is met by mmap, when the memory is already reserved."""
     program = f"""
 import resource, sys; sys.path[:] = {sys.path!r}
 from pdcore.errors import TransportError
@@ -207,7 +207,7 @@ def test_d60_a_cgroups_limit_is_what_is_available(
     limits: dict[str, tuple[str, int, int]],
     bytes_: int,
 ) -> None:
-    """A container's limit kills whoever goes over it; the machine's free memory says nothing
+    """D60: a container's limit kills whoever goes over it; the machine's free memory says nothing
     of it. Cached files give way."""
     assert machine(own, limits) == bytes_
 
