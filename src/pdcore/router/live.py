@@ -77,12 +77,22 @@ class Live:
         "since_s",
         "status",
         "ticket",
+        "turn",
     )
 
     def __init__(
-        self, ticket: int, room: int, fields: ClientFields, replaces: int, budget: Budget
+        self,
+        ticket: int,
+        room: int,
+        fields: ClientFields,
+        replaces: int,
+        budget: Budget,
+        num_prefill: int = 1,
     ) -> None:
         self.ticket = ticket
+        #: What chooses the dp rank. The room modulo ``num_prefill`` has chosen the instance:
+        #: with as many ranks each, the room modulo those would reach one rank of each instance.
+        self.turn = room // num_prefill
         self.room = room
         self.fields = fields
         self.replaces = replaces
@@ -158,7 +168,7 @@ def dispatch(live: Live, legs: DispatchLegs, now_s: float) -> Dispatch:
         "expires_at_s": live.budget.expires_at_s,
         "remaining_s": remaining_s,
         "disagg_prefill_dp_rank": prefill
-        and name_dp_rank(live.room, prefill.dp_size, live.fields.dp_rank),
+        and name_dp_rank(live.turn, prefill.dp_size, live.fields.dp_rank),
         "replaces": live.replaces or None,
     }
     if prefill is None:

@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_both_legs_get_one_attempt_with_everything_they_need() -> None:
         "replaces": None,
     }
     assert router.core.poll_deadline() == 18.0, "later than the legs' (DLR)"
+
+
+def test_every_dp_rank_of_every_prefill_instance_gets_its_share() -> None:
+    """D21. Room modulo instances, then room modulo ranks, would leave half of them idle."""
+    router = Router(num_prefill=2)
+    used: Counter[tuple[str, object]] = Counter()
+    for room in range(1, 801):
+        ticket, dispatch = router.submit(room=room)
+        used[dispatch.prefill.target.netloc, dispatch.added["disagg_prefill_dp_rank"]] += 1
+        router.event(ClientLeft(ticket))
+    assert used == {(f"p{i}:1", rank): 100 for i in range(2) for rank in range(4)}
 
 
 def test_rooms_and_attempts_are_fresh_and_a_client_cannot_have_more_time() -> None:
