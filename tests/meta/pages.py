@@ -67,18 +67,21 @@ def failures() -> str:
 
 
 def capabilities() -> str:
-    """What each transport of pdcore declares, whether it works on this machine or not."""
-    declared: dict[str, dict[str, object]] = {}
+    """What each transport of pdcore declares, whether it works on this machine or not; twice
+    where it declares something else between hosts."""
+    declared: dict[str, dict[str, str]] = {}
     for name in registry.built_in():
-        caps = registry.load(name).caps
-        if caps is None:
+        plugin = registry.load(name)
+        if plugin.caps is None:
             raise RuntimeError(f"{name}: its PLUGIN declares no caps, so it has no column")
-        declared[name] = attrs.asdict(caps)
+        declared[name] = cells = {k: cell(value) for k, value in attrs.asdict(plugin.caps).items()}
+        elsewhere = attrs.asdict(plugin.caps_between_hosts or plugin.caps)
+        for field, value in elsewhere.items():
+            if cell(value) != cells[field]:
+                cells[field] += f"; between hosts {cell(value)}"
     names = [field.name for field in attrs.fields(TransportCaps)]
     head = ("capability", *(f"`{name}`" for name in declared))
-    return rows(
-        [head, *((name, *(cell(caps[name]) for caps in declared.values())) for name in names)]
-    )
+    return rows([head, *((name, *(cells[name] for cells in declared.values())) for name in names)])
 
 
 def checks() -> str:

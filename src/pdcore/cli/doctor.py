@@ -62,7 +62,8 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = 
     ----------
     as_json
         One JSON object, for programs and bug reports: `works`, `findings`, and `transports` by
-        name with `available`, `reason`, `remedy` and `capabilities`.
+        name with `available`, `reason`, `remedy`, `capabilities` and, where they are not the
+        same there, `capabilities_between_hosts`.
     """
     findings = list(examine())
     works = not any(f.status == BAD for f in findings)
@@ -212,10 +213,15 @@ def transports() -> dict[str, dict[str, object]]:
             "available": found.reason is None,
             "reason": found.reason,
             "remedy": found.remedy,
-            "capabilities": None if found.caps is None else found.caps.as_json(),
+            "capabilities": _as_json(found.caps),
+            "capabilities_between_hosts": _as_json(found.caps_between_hosts),
         }
         for found in map(registry.presence, registry.names())
     }
+
+
+def _as_json(caps: TransportCaps | None) -> dict[str, object] | None:
+    return None if caps is None else caps.as_json()
 
 
 def _transports() -> Iterator[Finding]:
@@ -223,7 +229,7 @@ def _transports() -> Iterator[Finding]:
     from pdcore.transports import registry
 
     for found in map(registry.presence, registry.names()):
-        abilities = "" if found.caps is None else _abilities(found.caps)
+        abilities = "" if found.caps is None else _abilities(found.caps, found.caps_between_hosts)
         if found.reason is None:
             detail = f"works here: {abilities}" if abilities else "works here"
             yield Finding("transport", found.name, OK, detail)
@@ -235,8 +241,9 @@ def _transports() -> Iterator[Finding]:
         yield Finding("transport", "auto", BAD, str(error))
 
 
-def _abilities(caps: TransportCaps) -> str:
-    """The capabilities that decide where one is of use; all of them: docs/transports.md."""
+def _abilities(caps: TransportCaps, between_hosts: TransportCaps | None = None) -> str:
+    """The capabilities that decide where one is of use; all of them: docs/transports.md. A
+    period of quarantine is said for both places, where they differ."""
     said = [
         "between hosts" if caps.cross_host else "within one host",
         f"{' and '.join(caps.device_kinds)} memory",
@@ -244,6 +251,8 @@ def _abilities(caps: TransportCaps) -> str:
     ]
     if caps.quarantine_s:
         said[-1] += f" of {caps.quarantine_s:g} s"
+        if between_hosts is not None and between_hosts.quarantine_s != caps.quarantine_s:
+            said[-1] += f" ({between_hosts.quarantine_s:g} s between hosts)"
     if not caps.native_notify:
         said.append("no notifications of its own")
     if not caps.detects_peer_death:

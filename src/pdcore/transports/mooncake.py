@@ -357,6 +357,9 @@ PLUGIN = TransportPlugin(
     create=create,
     why_unavailable=why_unavailable,
     caps=caps_of(LIMITS, cross_host=True),
+    caps_between_hosts=caps_of(
+        attrs.evolve(LIMITS, lands_late_s=LANDS_LATE_BETWEEN_HOSTS_S), cross_host=True
+    ),
     remedy=REMEDY,
     options_at=WorkerPlace.options,
     fixed_address=lambda: {"port": free_port("127.0.0.1")},

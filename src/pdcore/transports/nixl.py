@@ -320,6 +320,9 @@ PLUGIN = TransportPlugin(
     why_unavailable=why_unavailable,
     options_at=WorkerPlace.options,
     caps=caps_of(LIMITS, cross_host=True),
+    caps_between_hosts=caps_of(
+        attrs.evolve(LIMITS, lands_late_s=LANDS_LATE_BETWEEN_HOSTS_S), cross_host=True
+    ),
     remedy="pip install --no-deps nixl-cu12 on Linux; of what it asks for only numpy is needed",
     variants={"any way": {}, "tcp": {"ucx_tls": "tcp"}},
     fixed_address=lambda: {"port": free_port("127.0.0.1")},

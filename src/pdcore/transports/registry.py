@@ -68,6 +68,8 @@ class TransportPlugin:
     options_at: Callable[[WorkerPlace], Mapping[str, object]] | None = None
     #: What it declares without options, known without making one: a vendor may be missing.
     caps: TransportCaps | None = None
+    #: And where peers reach it from other hosts, if that is not the same. None: it is.
+    caps_between_hosts: TransportCaps | None = None
     #: What to install or change where ``why_unavailable`` has a reason.
     remedy: str = ""
     #: Ways to use it, name -> options: the conformance suite runs on each. None: the plain one.
@@ -89,12 +91,14 @@ class TransportPlugin:
 @attrs.frozen
 class Presence:
     """One transport on this machine: ``reason`` None means that it works, ``remedy`` is what
-    helps where it does not, ``caps`` what it declares (None: not known before one is made)."""
+    helps where it does not, ``caps`` what it declares (None: not known before one is made), and
+    ``caps_between_hosts`` what it does where peers are on other hosts (None: the same)."""
 
     name: str
     reason: str | None
     remedy: str
     caps: TransportCaps | None
+    caps_between_hosts: TransportCaps | None = None
 
 
 def names() -> list[str]:
@@ -126,7 +130,8 @@ def presence(name: str) -> Presence:
         remedy = f"repair or remove the package that it comes with, {package}"
         return Presence(name, str(error), remedy, None)
     reason = plugin.why_unavailable()
-    return Presence(name, reason, plugin.remedy if reason is not None else "", plugin.caps)
+    remedy = plugin.remedy if reason is not None else ""
+    return Presence(name, reason, remedy, plugin.caps, plugin.caps_between_hosts)
 
 
 def load(name: str) -> TransportPlugin:

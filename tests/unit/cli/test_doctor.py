@@ -13,6 +13,7 @@ from pdcore.cli import main
 from pdcore.cli.doctor import BAD, NOTE, OK, Finding, examine
 from pdcore.transports import registry
 from pdcore.transports.base import Revocation
+from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S
 from pdcore.transports.loopback import LoopbackTransport, loopback_caps
 from pdcore.transports.registry import TransportPlugin
 
@@ -72,12 +73,33 @@ def test_a_transport_has_a_reason_and_a_remedy_or_says_what_it_can(
     )
     main(["doctor", "--json"])
     transports = json.loads(capsys.readouterr().out)["transports"]
+    assert transports["vendor"]["capabilities_between_hosts"] is None
     assert transports["loopback"]["available"] is True
     assert transports["loopback"]["capabilities"]["alignment"] == 1
     assert transports["vendor"]["available"] is False
     assert transports["vendor"]["reason"] == "libvendor.so is not found"
     assert transports["vendor"]["remedy"] == "apt install libvendor"
     assert transports["vendor"]["capabilities"]["cross_host"] is True
+
+
+@pytest.mark.parametrize("name", ["mooncake", "nixl"])
+def test_the_quarantine_between_hosts_is_said_beside_that_on_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D3: who reads of 2 s beside "between hosts" counts on blocks that come back then; they
+    come back after two minutes."""
+    plugin = attrs.evolve(registry.load(name), why_unavailable=lambda: None)
+    assert plugin.caps is not None
+    monkeypatch.setattr(registry, "names", lambda: ["shm", name])
+    real = registry.load
+    monkeypatch.setattr(registry, "load", lambda asked: plugin if asked == name else real(asked))
+    own, hosts = plugin.caps.quarantine_s, LANDS_LATE_BETWEEN_HOSTS_S
+    assert f"revocation quarantine of {own:g} s ({hosts:g} s between hosts)" in find(name).detail
+    assert "hosts)" not in find("shm").detail
+    main(["doctor", "--json"])
+    transports = json.loads(capsys.readouterr().out)["transports"]
+    assert transports[name]["capabilities"]["quarantine_s"] == own
+    assert transports[name]["capabilities_between_hosts"]["quarantine_s"] == hosts
 
 
 def test_a_missing_model_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

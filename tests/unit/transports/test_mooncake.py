@@ -22,6 +22,7 @@ from pdcore.transports import mooncake
 from pdcore.transports.base import Revocation
 from pdcore.transports.engines import LANDS_LATE_BETWEEN_HOSTS_S, WriteFailed
 from pdcore.transports.mooncake import MooncakeEngine
+from pdcore.transports.onesided import caps_of
 from pdcore.transports.onesided_memory import StillRegistered
 from pdcore.transports.registry import WorkerPlace, load
 from pdcore.types import Incarnation
@@ -339,7 +340,11 @@ def test_ascend_has_huge_pages_and_its_device_first(
 )
 def test_between_hosts_bytes_land_later(fake: type[Fake], host: str, late_s: float) -> None:
     """D3: the kernel of a sender that died behind a cut cable sends again when it is back."""
-    assert MooncakeEngine(host).limits.lands_late_s == late_s
+    engine = MooncakeEngine(host)
+    assert engine.limits.lands_late_s == late_s
+    plugin = load("mooncake")
+    told = plugin.caps if host == HOST else plugin.caps_between_hosts
+    assert told == caps_of(engine.limits, cross_host=True), "people are told something else"
 
 
 def test_what_it_declares() -> None:
