@@ -111,7 +111,7 @@ class RouterCore:
             name_dp_rank(room, pair[0].dp_size, fields.dp_rank)
         replaces = self._replaced(room, fields.replaces, now_s)
         budget = Budget.begin(limits.budget_s(fields), now_s, unix_s)
-        live = Live(self._next_ticket, room, fields, replaces, budget, len(self.fleet.prefills))
+        live = Live(self._next_ticket, room, fields, replaces, budget)
         self._next_ticket += 1
         self._live[live.ticket] = live
         self.rooms.enter(room, live.ticket)

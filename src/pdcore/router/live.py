@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pdcore.errors import failure
 from pdcore.fsm.routed import ROUTED, CancelLeg, DispatchLegs, Leg, Routed
@@ -12,6 +12,10 @@ from pdcore.router.fleet import Member
 from pdcore.router.outbox import CancelKey, SendCancel
 from pdcore.router.policies import ClientFields, name_dp_rank
 from pdcore.types import Failure
+
+#: 2^64 divided by the golden ratio.
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
 
 
 class Fallback(NamedTuple):
@@ -77,7 +81,6 @@ class Live:
         "since_s",
         "status",
         "ticket",
-        "turn",
     )
 
     def __init__(
@@ -87,12 +90,8 @@ class Live:
         fields: ClientFields,
         replaces: int,
         budget: Budget,
-        num_prefill: int = 1,
     ) -> None:
         self.ticket = ticket
-        #: What chooses the dp rank. The room modulo ``num_prefill`` has chosen the instance:
-        #: with as many ranks each, the room modulo those would reach one rank of each instance.
-        self.turn = room // num_prefill
         self.room = room
         self.fields = fields
         self.replaces = replaces
@@ -168,9 +167,16 @@ def dispatch(live: Live, legs: DispatchLegs, now_s: float) -> Dispatch:
         "expires_at_s": live.budget.expires_at_s,
         "remaining_s": remaining_s,
         "disagg_prefill_dp_rank": prefill
-        and name_dp_rank(live.turn, prefill.dp_size, live.fields.dp_rank),
+        and name_dp_rank(_stirred(live.room), prefill.dp_size, live.fields.dp_rank),
         "replaces": live.replaces or None,
     }
     if prefill is None:
         added["local_prefill"] = True
     return Dispatch(live.ticket, legs.attempt, prefill, decode, remaining_s, added)
+
+
+def _stirred(room: int) -> int:
+    """Another number of that room, evenly spread also for rooms that follow each other. The room
+    modulo the instances has chosen one of them: its rank by the room modulo as many ranks would
+    be the same one always, and the others idle."""
+    return (room * _GOLDEN & _MASK) >> 32
