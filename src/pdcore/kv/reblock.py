@@ -24,8 +24,14 @@ from pdcore.types import NULL_BLOCK
 Int64Array = NDArray[np.int64]
 
 
-#: (rank, size): which part of the blocks one of ``size`` context parallel ranks writes.
+#: (rank, size): which part of the blocks one of ``size`` context parallel ranks writes; a rank
+#: that is not below ``size`` writes nothing.
 Share = tuple[int, int]
+
+
+def share_of(cp_rank: int, cp_size: int, all_cp_ranks: bool) -> Share:
+    """R21: of one rank; the first writes everything unless all send."""
+    return (cp_rank, cp_size) if all_cp_ranks else (cp_rank, 1)
 
 
 class BlockShape(NamedTuple):
@@ -85,7 +91,7 @@ def shared_blocks(part: tuple[int, int], size: int, share: Share) -> tuple[int, 
     rank, ranks = share
     first, last = part[0] // size, -(-part[1] // size)
     count = last - first
-    return first + count * rank // ranks, first + count * (rank + 1) // ranks
+    return first + count * min(rank, ranks) // ranks, first + count * min(rank + 1, ranks) // ranks
 
 
 def cut_tokens(

@@ -16,8 +16,8 @@ from pdcore.control.messages import Handshake
 from pdcore.errors import PdcoreError
 from pdcore.fsm.effects import PostTransfer
 from pdcore.kv.checksums import LegPart, leg_sums
-from pdcore.kv.plan import WHOLE, lease_ranges, plan_blocks
-from pdcore.kv.reblock import Share
+from pdcore.kv.plan import lease_ranges, plan_blocks
+from pdcore.kv.reblock import Share, share_of
 from pdcore.scheduler.setup import CoreSetup, Destination
 
 
@@ -71,6 +71,4 @@ def fill_transfer(
 def _share(setup: CoreSetup) -> Share:
     """R21, R58: the route told decode whether all CP ranks of this instance send."""
     layout = setup.layout
-    if not layout.all_cp_ranks or layout.cp_size == 1:
-        return WHOLE
-    return layout.coordinates(setup.me.rank).cp, layout.cp_size
+    return share_of(layout.coordinates(setup.me.rank).cp, layout.cp_size, layout.all_cp_ranks)

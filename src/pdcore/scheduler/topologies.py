@@ -220,7 +220,11 @@ def check_pair(setup: CoreSetup, prefill: InstanceProfile) -> None:
 
 
 def map_to(setup: CoreSetup, prefill: InstanceProfile) -> TargetRankMapping:
-    """The ranks of that prefill that this decode rank gets its KV from (R58)."""
+    """The ranks of that prefill that this decode rank asks for its KV (R58).
+
+    Also those that write nothing: copies of MLA rows, CP ranks of an instance whose first one
+    sends. A group moves a request when all of its ranks vote for it, and a rank votes when it has
+    been asked; its plan is empty, and its Done is counted (R45 CHANGE)."""
     stages = setup.layout.pp_size > 1
     return map_target_ranks(
         setup.profile(),
@@ -228,8 +232,7 @@ def map_to(setup: CoreSetup, prefill: InstanceProfile) -> TargetRankMapping:
         RankCoordinates(
             0, 0, setup.spec.tp_rank, setup.layout.coordinates(setup.me.rank).pp if stages else 0
         ),
-        is_mla=all(entry.is_mla for entry in setup.spec.entries),
-        all_cp_ranks=prefill.all_cp_ranks,
+        all_cp_ranks=True,
         num_layers=setup.spec.num_layers,
     )
 

@@ -23,7 +23,7 @@ from pdcore.fsm.targets import StatusFrom
 from pdcore.kv.checksums import LegPart, leg_sums
 from pdcore.kv.layout import held_by
 from pdcore.kv.metadata import MetadataRecord, decode_record
-from pdcore.kv.reblock import Share
+from pdcore.kv.reblock import Share, share_of
 from pdcore.kv.spec import KVCacheSpec
 from pdcore.scheduler.setup import CoreSetup
 from pdcore.scheduler.topologies import layout_of
@@ -107,5 +107,4 @@ def source_of(setup: CoreSetup, route: Route, rank: int) -> tuple[KVCacheSpec, S
     at = layout.coordinates(rank)
     layers = stage_layers(setup.spec.num_layers, layout.pp_size, at.pp)
     spec = held_by(setup.spec, layers, layout.tp_size, at.tp, route.block_sizes)
-    is_shared = route.all_cp_ranks and layout.cp_size > 1
-    return spec, (at.cp, layout.cp_size) if is_shared else (0, 1)
+    return spec, share_of(at.cp, layout.cp_size, route.all_cp_ranks)

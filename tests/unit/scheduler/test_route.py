@@ -105,7 +105,7 @@ def test_r4_stages_that_one_handshake_cannot_serve_are_refused_at_load(
 
 @pytest.mark.parametrize("every", [False, True])
 def test_r58_the_route_says_whether_all_cp_ranks_send(every: bool) -> None:
-    """R21, R58: one setting, prefill's; decode asks whom it names."""
+    """R21, R58: one setting, prefill's; decode asks all of them all the same (R45)."""
     layout = ParallelLayout(3, cp_size=3, all_cp_ranks=every)
     peers = [PREFILL._replace(rank=n, incarnation=Incarnation(bytes([n]) * 16)) for n in range(3)]
     route = route_of([make_setup(peer, layout=layout) for peer in peers])
@@ -113,7 +113,8 @@ def test_r58_the_route_says_whether_all_cp_ranks_send(every: bool) -> None:
     assert decode.record("here", route, None, 0.0).refusal is None
     found = decode.targets(route, 1, 0)
     assert isinstance(found, tuple)
-    assert ([p.rank for p in found[0]], found[1]) == ([0, 1, 2] if every else [0], 1)
+    assert route.all_cp_ranks is every
+    assert ([p.rank for p in found[0]], found[1]) == ([0, 1, 2], 1)
 
 
 def test_a_route_without_all_its_ranks_is_refused() -> None:

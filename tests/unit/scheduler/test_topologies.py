@@ -79,17 +79,21 @@ def test_r58_the_ranks_of_unequal_groups(
     assert mapped(setup, wide_route(setup, prefill_tp)) == (ranks, num_required)
 
 
-def test_dummy_targets_are_not_contacted() -> None:
-    """R58: ranks that hold the same MLA rows write nothing and pin nothing."""
+def test_ranks_that_write_nothing_are_asked_too() -> None:
+    """R45, R58: a group votes as one, and a rank that nobody asks never votes: MLA's copies."""
     setup = decode_rank(1, 0, is_mla=True)
-    assert mapped(setup, wide_route(setup, 4)) == ([0], 1)
+    assert mapped(setup, wide_route(setup, 4)) == ([0, 1, 2, 3], 1)
 
 
 def test_the_dp_partition_shifts_the_rank() -> None:
-    """R4: rank = (dp * cp_size + cp) * tp_size + tp; only cp 0 is asked."""
+    """R4: rank = (dp * cp_size + cp) * tp_size + tp; every cp rank is asked (R45)."""
     setup = decode_rank(2, 1)
     route = wide_route(setup, tp=2, cp=2, dp=3)
-    assert [mapped(setup, route, dp) for dp in range(3)] == [([1], 1), ([5], 1), ([9], 1)]
+    assert [mapped(setup, route, dp) for dp in range(3)] == [
+        ([1, 3], 1),
+        ([5, 7], 1),
+        ([9, 11], 1),
+    ]
 
 
 def check_an_unnamed_dp_rank_is_the_rooms(of: Callable[[CoreSetup, Route, int], int]) -> None:
@@ -274,7 +278,7 @@ def check_prefill_ranks_have_prefills_numbers(known: Topologies) -> None:
     """Prefill with cp 2 and dp 2, decode with cp 1: dp rank 1 begins at rank 2."""
     targets = known.targets(wide_route(known.setup, 1, cp=2, dp=2), 8, 1)
     assert not isinstance(targets, Failure), targets
-    assert [peer.rank for peer in targets[0]] == [2]
+    assert [peer.rank for peer in targets[0]] == [2, 3]
 
 
 class OwnSizes(Topologies):
