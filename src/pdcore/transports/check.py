@@ -30,29 +30,13 @@ from pdcore.kv.plan import (
     WriteBatch,
 )
 from pdcore.transports.base import RemoteLease
+from pdcore.transports.copy_plan import CopyPlan, PairCopy, plan_one
+
+__all__ = ["CopyPlan", "PairCopy", "check_lease", "expand_rows", "plan_copies"]
 
 #: No region is larger, so that sums of two valid values never overflow an int64, nor those
 #: of all regions that one peer may have (descriptor.MAX_REGIONS), laid out one after another.
 MAX_REGION_BYTES = 1 << 50
-
-
-@attrs.frozen(eq=False)
-class PairCopy:
-    """Checked copies from one local into one remote region: ``pieces`` (n, 6) int64 as
-    in :class:`WriteBatch`, none empty, contiguous ones with ``rows`` = 1."""
-
-    local_region: int
-    remote_region: int
-    pieces: Int64Array
-
-
-@attrs.frozen(eq=False)
-class CopyPlan:
-    """All copies of one submit; remote ranges are pairwise disjoint."""
-
-    pairs: tuple[PairCopy, ...]
-    num_bytes: int
-
 
 _EMPTY = CopyPlan((), 0)
 
@@ -70,6 +54,8 @@ def plan_copies(
     lease, negative, overlapping at the destination or malformed. The result shares no
     memory with the descriptors: changing those later changes nothing.
     """
+    if len(batches) == 1 and (plan := plan_one(batches[0], local_sizes, remote_sizes, lease)):
+        return plan
     live: list[WriteBatch] = []
     for batch in batches:
         _check_shape(batch, local_sizes, remote_sizes)
