@@ -7,14 +7,14 @@ of them, and base classes for middleware hide a client's disconnect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdcore.errors import InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
 from pdcore.server.pending import Refused
@@ -179,6 +179,23 @@ async def start_stream(send: Send, headers: Headers = ()) -> None:
 
 def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+class ShortWay:
+    """Middleware for endpoints that are raw ASGI, by path, and answer their own errors. A POST
+    to one of them goes there at once: Starlette looks at every route for each request and puts
+    two coroutines around each message of the answer. All else goes on to ``app``, and so does
+    what is asked of an app that is mounted somewhere."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            app = self._endpoints.get(scope["path"], app)
+        await app(scope, receive, send)
 
 
 def error_handlers() -> dict[type[Exception] | int, Callable[..., Awaitable[Response]]]:

@@ -21,16 +21,18 @@ from typing import Final
 import attrs
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdcore.clock import Clock
 from pdcore.errors import PdcoreError, failure
 from pdcore.fsm.states import InstanceState
 from pdcore.server.dispatcher import Dispatcher
 from pdcore.server.http import (
+    ShortWay,
     error_body,
     error_handlers,
     failure_of,
@@ -90,17 +92,13 @@ def create_instance_app(
     """The ASGI app of one leader. The caller feeds ``dispatcher`` from the link."""
     metrics = Metrics("pdcore_instance", lambda: _samples(dispatcher))
     pages = _Pages(options, text, dispatcher, metrics, clock)
-    legs = [
-        Route(
-            endpoint.value,
-            LegEndpoint(endpoint, options.leg, text, dispatcher, clock, metrics),
-            methods=["POST"],
-        )
-        for endpoint in Endpoint
-    ]
+    endpoints: dict[str, ASGIApp] = {
+        one.value: LegEndpoint(one, options.leg, text, dispatcher, clock, metrics)
+        for one in Endpoint
+    }
+    endpoints["/cancel"] = _Cancel(dispatcher)
     routes = [
-        *legs,
-        Route("/cancel", _Cancel(dispatcher), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/health", pages.health),
         Route("/v1/models", pages.models),
         Route("/stats", pages.stats),
@@ -109,6 +107,7 @@ def create_instance_app(
     ]
     return Starlette(
         routes=routes,
+        middleware=[Middleware(ShortWay, endpoints=endpoints)],
         exception_handlers=error_handlers(),
         lifespan=lambda app: _watch_health(dispatcher, clock, options.on_stuck),
     )

@@ -21,10 +21,11 @@ from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdcore.clock import Clock
 from pdcore.config.deploy import BOOTSTRAP_PORT
@@ -43,6 +44,7 @@ from pdcore.server.exchange import HttpError
 from pdcore.server.gate import Gate
 from pdcore.server.http import (
     ClientGone,
+    ShortWay,
     bounded_send,
     disconnected,
     error_body,
@@ -116,21 +118,23 @@ def create_router_app(
             if client is None:
                 await used.aclose()
 
+    endpoints: dict[str, ASGIApp] = {
+        one.value: RouterEndpoint(one, shell, prober, clock, metrics, gate, max_body_bytes)
+        for one in Endpoint
+    }
     routes = [
-        *(
-            Route(
-                endpoint.value,
-                RouterEndpoint(endpoint, shell, prober, clock, metrics, gate, max_body_bytes),
-                methods=["POST"],
-            )
-            for endpoint in Endpoint
-        ),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/health", pages.health),
         Route("/v1/models", pages.models),
         Route("/stats", pages.stats),
         Route("/metrics", pages.metrics),
     ]
-    app = Starlette(routes=routes, exception_handlers=error_handlers(), lifespan=lifespan)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(ShortWay, endpoints=endpoints)],
+        exception_handlers=error_handlers(),
+        lifespan=lifespan,
+    )
     app.state.give_up = partial(shell.event, DrainOver(failure("shutting_down", _DRAIN_OVER)))
     return app
 

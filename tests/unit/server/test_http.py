@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import pdcore.server.http as http
 from pdcore.errors import HTTP_STATUS, InvalidRequest, Overloaded, PdcoreError, RoomInUse, failure
 from pdcore.server.http import (
     ClientGone,
+    ShortWay,
     bounded_send,
     error_body,
     failure_of,
@@ -184,3 +186,35 @@ def test_a_peers_words_reach_a_client_as_one_clean_line_of_bounded_length() -> N
     assert message.startswith("lost  x-evil: 1 [2J")
     assert message.endswith("yyy...")
     assert http.clean("as it is, \u00e9\u4e2d") == "as it is, \u00e9\u4e2d"
+
+
+def test_a_post_to_a_known_path_takes_the_short_way_and_nothing_else_does() -> None:
+    """Not another method (405 is Starlette's), not another path, not a lifespan, and nothing
+    of an app that is mounted, whose paths begin elsewhere."""
+    went: list[str] = []
+
+    def named(name: str) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            went.append(name)
+
+        return app
+
+    short = ShortWay(named("long"), {"/cancel": named("short")})
+
+    async def receive() -> Message:
+        raise AssertionError("nobody asks")
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nobody answers")
+
+    post = {"type": "http", "method": "POST", "path": "/cancel"}
+    for scope in (
+        post,
+        {**post, "root_path": ""},
+        {**post, "method": "GET"},
+        {**post, "path": "/cancel/"},
+        {**post, "root_path": "/pd"},
+        {"type": "lifespan"},
+    ):
+        asyncio.run(short(scope, receive, send))
+    assert went == ["short", "short", "long", "long", "long", "long"]
