@@ -115,7 +115,8 @@ class ShadowCache:
         tags: list[int] = []
         ends: list[int] = []
         new: list[Int64Array] = []
-        for i, start, end in batch.spans():
+        spans = list(batch.spans())
+        for i, start, end in spans:
             tokens, computed, own = (
                 batch.input_ids[start:end],
                 batch.num_computed_tokens[i],
@@ -130,24 +131,27 @@ class ShadowCache:
         rows = content.reshape(len(sums), len(self._spread), -1)
         self._rows[np.concatenate(new)[:, None] + self._spread] = rows
         if learn:
-            for i, start, end in batch.spans():
-                size = batch.num_computed_tokens[i] * self._row_bytes
-                known = self._known.get(batch.seq_ids[i], b"")[:size]
-                self._learn(batch.seq_ids[i], known + content[start:end].tobytes())
+            written, width = content.tobytes(), self._row_bytes
+            for i, start, end in spans:
+                known = self._known.get(batch.seq_ids[i], b"")
+                known = known[: batch.num_computed_tokens[i] * width]
+                self._learn(batch.seq_ids[i], known + written[start * width : end * width])
         return ends
 
     def holds(self, seq_ids: Sequence[int], slots: Sequence[Int64Array]) -> bool:
         """Whether these slots, from position 0 on, have what was found right before."""
         known: list[bytes] = []
         for seq_id, own in zip(seq_ids, slots, strict=True):
-            known.append(self._known.get(seq_id, b"")[: len(own) * self._row_bytes])
-            if len(known[-1]) != len(own) * self._row_bytes:
+            size = len(own) * self._row_bytes
+            rows = self._known.get(seq_id, b"")
+            if len(rows) < size:
                 return False
-        return self._read(np.concatenate(slots)).tobytes() == b"".join(known)
+            known.append(rows[:size])
+        return self._bytes_of(np.concatenate(slots)) == b"".join(known)
 
     def learn(self, seq_id: int, slots: Int64Array) -> None:
         """What these slots have, from position 0 on, was found right."""
-        self._learn(seq_id, self._read(slots).tobytes())
+        self._learn(seq_id, self._bytes_of(slots))
 
     def wrong(
         self, slots: Int64Array, previous: Int64Array, positions: Words
@@ -156,16 +160,17 @@ class ShadowCache:
 
         ``previous[i]`` is the slot of the position before; unused for position 0.
         """
-        found = self._read(slots)
+        found = self._rows[slots[:, None] + self._spread].reshape(len(slots), *self._shape)
         g = found[:, 0, 0, 0] - self._salt[0, 0, 0]
         tokens = (found[:, 0, 0, 1] - self._salt[0, 0, 1]) & _LOW_HALF
-        expected = self._content(np.stack((g, tokens | (positions << np.uint64(32)))))
-        same = (found == expected).all(axis=(2, 3))
+        same = found == self._content(np.array((g, tokens | (positions << np.uint64(32)))))
         column: Words = self._rows[previous, 0] - self._salt[0, 0, 0:1]
         before = np.where(positions == 0, np.uint64(START), column)
-        same[:, 0] &= g - before == _hash(tokens, positions)
-        if same.all():
+        follows = g - before == _hash(tokens, positions)
+        if same.all() and follows.all():
             return None
+        same = same.all(axis=(2, 3))
+        same[:, 0] &= follows
         index = int(np.argmin(same.all(axis=1)))
         return index, int(np.argmin(same[index]))
 
@@ -173,10 +178,10 @@ class ShadowCache:
         """``g`` as entry 0 holds it."""
         return (int(self._rows[slot, 0]) - self._first_salt) & _MASK
 
-    def _read(self, slots: Int64Array) -> Words:
-        """Rows of positions, shape (n, entries, heads, words)."""
+    def _bytes_of(self, slots: Int64Array) -> bytes:
+        """The rows of these positions, one position after the other."""
         rows: Words = self._rows[slots[:, None] + self._spread]
-        return rows.reshape(len(slots), *self._shape)
+        return rows.tobytes()
 
     def _content(self, low: Words) -> Words:
         """Words of positions, shape (n, entries, heads, words); ``low``: ``g``, and token and

@@ -231,17 +231,18 @@ class SimulatedRunner:
         last = self._cache.append(batch, slots, learn=self.config.verify_all)
         tokens: list[int | None] = [None] * num_seqs
         logprobs: list[Sequence[float] | None] = [None] * num_seqs
+        is_wanted = False
         for i, sample in enumerate(batch.sample):
             if sample:
                 params, position = batch.sampling[i], len(slots[i])
                 tokens[i] = _next_token(self.config, last[i], position, params)
                 if params.logprobs:
+                    is_wanted = True
                     logprobs[i] = (-(mix64(last[i]) % 1000) / 1000,)
         elapsed_s = self.config.cost.step_s(batch)
         if self._sleep is not None:
             self._sleep(elapsed_s)
-        wanted = any(values is not None for values in logprobs)
-        return StepOutput(rows_of(tokens), logprobs if wanted else None, elapsed_s)
+        return StepOutput(rows_of(tokens), logprobs if is_wanted else None, elapsed_s)
 
     def warm_up(self) -> None:
         """Nothing to warm."""
@@ -252,19 +253,16 @@ class SimulatedRunner:
 
     def _verify(self, batch: Batch, slots: list[Int64Array], cache: ShadowCache) -> None:
         """Raises EngineError when computed positions do not hold what was computed."""
-        owners: list[int] = []
-        chosen: list[Int64Array] = []
-        for i, computed in enumerate(batch.num_computed_tokens):
-            if computed:
-                owners.append(i)
-                chosen.append(self._positions_to_check(computed))
-        if not chosen:
+        computed = batch.num_computed_tokens
+        owners = [i for i, count in enumerate(computed) if count]
+        if not owners:
             return
         seq_ids = [batch.seq_ids[i] for i in owners]
-        if self.config.verify_all:
-            whole = [slots[i][: batch.num_computed_tokens[i]] for i in owners]
-            if cache.holds(seq_ids, whole):
-                return
+        if self.config.verify_all and cache.holds(
+            seq_ids, [slots[i][: computed[i]] for i in owners]
+        ):
+            return
+        chosen = [self._positions_to_check(computed[i]) for i in owners]
         own = [slots[i][p] for i, p in zip(owners, chosen, strict=True)]
         before = [slots[i][p - 1] for i, p in zip(owners, chosen, strict=True)]
         positions = np.concatenate(chosen)

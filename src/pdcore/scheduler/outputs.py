@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-import attrs
-
 from pdcore.errors import EngineError
 from pdcore.types import Batch, OneTokenEach, StepOutput, one_token_each
 
@@ -33,12 +31,13 @@ def check_output(batch: Batch, output: StepOutput, vocab_size: int) -> StepOutpu
         # What nearly every decode step is: checked in few passes, and passed on flat.
         if min(flat) < 0 or max(flat) >= vocab_size:
             raise EngineError(f"{batch!r} returned token ids outside 0..{vocab_size - 1}")
-        output = attrs.evolve(output, token_ids=OneTokenEach(flat))
+        output = StepOutput(OneTokenEach(flat), output.logprobs, output.elapsed_s)
     else:
         _check_rows(batch, rows, vocab_size)
     if output.logprobs is None:
         return output
-    return attrs.evolve(output, logprobs=_check_logprobs(batch, rows, output.logprobs))
+    logprobs = _check_logprobs(batch, rows, output.logprobs)
+    return StepOutput(output.token_ids, logprobs, output.elapsed_s)
 
 
 def _check_rows(batch: Batch, rows: Sequence[Sequence[int] | None], vocab_size: int) -> None:
