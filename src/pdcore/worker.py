@@ -307,11 +307,11 @@ class Worker:
             self._is_stopped = True
 
     def _sleep_s(self, max_wait_s: float | None) -> float | None:
-        now = self.clock.monotonic()
-        moments = (self._next_health_s, self.core.poll_deadline(), self._drain_until_s)
-        wait_s = max(0.0, min(m for m in moments if m is not None) - now)
-        if self.core.wants_tick:
-            wait_s = 0.0
+        due_s = self._next_health_s
+        for moment_s in (self.core.poll_deadline(), self._drain_until_s):
+            if moment_s is not None and moment_s < due_s:
+                due_s = moment_s
+        wait_s = 0.0 if self.core.wants_tick else max(0.0, due_s - self.clock.monotonic())
         return wait_s if max_wait_s is None else min(wait_s, max_wait_s)
 
 

@@ -103,6 +103,11 @@ class Leg:
     def lease(self) -> LeaseId:
         return self.handshake.lease
 
+    @property
+    def outcome(self) -> StatusKind | None:
+        """As it was told; None: not yet."""
+        return None if self.told is StatusKind.QUEUED else self.told
+
     def __repr__(self) -> str:
         return (
             f"Leg(rank={self.peer.rank}, granted={self.granted}, posted={self.posted_tokens}, "
@@ -215,16 +220,23 @@ class SenderReplies(SenderFacts):
 
     __slots__ = ()
 
+    @property
+    def is_unanswered(self) -> bool:
+        """There is something to be resent."""
+        return any(map(self._is_open, self.legs.values()))
+
     def unanswered(self) -> list[Effect]:
         """Messages without an answer yet, to be resent (rule 4)."""
-        out: list[Effect] = []
-        for leg in self.legs.values():
-            if leg.told is not None and leg.told is not StatusKind.QUEUED:
-                if not leg.acked:
-                    out.append(self._status(leg, leg.told))
-            elif not leg.granted and self.state in (S.WAITING_FOR_INPUT, S.TRANSFERRING):
-                out.append(self._claim(leg))
-        return out
+        return [
+            self._claim(leg) if leg.outcome is None else self._status(leg, leg.outcome)
+            for leg in self.legs.values()
+            if self._is_open(leg)
+        ]
+
+    def _is_open(self, leg: Leg) -> bool:
+        if leg.outcome is not None:
+            return not leg.acked
+        return not leg.granted and self.state in (S.WAITING_FOR_INPUT, S.TRANSFERRING)
 
     def answer_again(self, payload: HandshakeFrom) -> Sequence[Effect]:
         """A repeated handshake: the claim or the outcome got lost."""

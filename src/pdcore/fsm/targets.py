@@ -229,17 +229,22 @@ class ReceiverReplies(ReceiverFacts):
         record = self.record if self.state is S.TRANSFERRING and self.is_locally_done else None
         return None if record is None else record.output_token_id
 
+    @property
+    def is_unanswered(self) -> bool:
+        """There is something to be resent."""
+        return any(map(self._is_open, self.targets.values()))
+
     def unanswered(self) -> list[Effect]:
-        out: list[Effect] = []
-        if self.state is S.TRANSFERRING and self.failure is None:
-            out.extend(self._handshake(t) for t in self.targets.values() if not t.answered)
-        elif self.state in (S.DRAINING, S.FAILED) and self.admission is not None:
-            out.extend(
-                self._cancel(t)
-                for t in self.targets.values()
-                if not (t.over if t.nonce is not None else t.cancel_answered)
-            )
-        return out
+        """Messages without an answer yet, to be resent (rule 4)."""
+        ask = self._handshake if self.state is S.TRANSFERRING else self._cancel
+        return [ask(target) for target in self.targets.values() if self._is_open(target)]
+
+    def _is_open(self, target: Target) -> bool:
+        if self.state is S.TRANSFERRING:
+            return self.failure is None and not target.answered
+        if self.state not in (S.DRAINING, S.FAILED) or self.admission is None:
+            return False
+        return not (target.cancel_answered if target.nonce is None else target.over)
 
     def refuse(self, payload: ClaimFrom) -> Sequence[Effect]:
         reason = f"no grant in {self.state.value} for this claim"

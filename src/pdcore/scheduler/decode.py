@@ -125,8 +125,9 @@ class DecodeCore:
             case BlocksVerified():
                 self.inbox.verified(event, now)
             case VotesReduced():
-                for record, why in self.rooms.failures_of(event):
-                    self.rooms.emit(record, record.receiver.failed_locally(why), now)
+                if event.failures:
+                    for record, why in self.rooms.failures_of(event):
+                        self.rooms.emit(record, record.receiver.failed_locally(why), now)
                 for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case TopologyFetched():
@@ -181,7 +182,8 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         """Offer admission, then start the vote of this loop iteration."""
-        self.prealloc.offer(self.running.owed(), self.running.num_unseated)
+        if self.prealloc.waiting:
+            self.prealloc.offer(self.running.owed(), self.running.num_unseated)
         self.rooms.begin_tick()
 
     # --- out ----------------------------------------------------------------------------
@@ -193,7 +195,8 @@ class DecodeCore:
 
     def poll_effects(self) -> list[Effect]:
         """Effects since the last call, to be executed in order."""
-        return self.rooms.poll_effects()
+        out, self.rooms.out = self.rooms.out, []
+        return out
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do, in monotonic seconds."""
@@ -205,9 +208,11 @@ class DecodeCore:
 
     @property
     def wants_tick(self) -> bool:
-        return self.rooms.wants_tick or (
-            self.prealloc.may_offer(len(self.running.resuming), self.running.num_unseated)
-            and not self.rooms.is_diverged
+        if self.rooms.wants_tick or not self.prealloc.waiting:
+            return self.rooms.wants_tick
+        running = self.running
+        return not self.rooms.is_diverged and self.prealloc.may_offer(
+            len(running.resuming), running.num_unseated
         )
 
     def snapshot(self) -> DecodeSnapshot:
@@ -249,7 +254,7 @@ class DecodeCore:
         after = receiver.state
         if after is not before:
             self._enter(record, after, now)
-        if after in (S.DONE, S.FAILED) and record.is_reported and not receiver.unanswered():
+        if after in (S.DONE, S.FAILED) and record.is_reported and not receiver.is_unanswered:
             self.rooms.forget(record.key)
 
     def _enter(self, record: DecodeRecord, state: S, now: float) -> None:

@@ -131,8 +131,9 @@ class PrefillCore:
             case StepCompleted():
                 self._complete_step(event, now)
             case VotesReduced():
-                for record, why in self.rooms.failures_of(event):
-                    self.rooms.emit(record, record.sender.failed_locally(why), now)
+                if event.failures:
+                    for record, why in self.rooms.failures_of(event):
+                        self.rooms.emit(record, record.sender.failed_locally(why), now)
                 for record, outcome in self.rooms.end_tick(event):
                     self._commit(record, outcome, now)
             case RequestRefused() if event.key not in self.rooms.records:
@@ -168,7 +169,7 @@ class PrefillCore:
                 record.is_stuck = True
                 self.rooms.emit(record, sender.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
-            elif now < record.deadline_s and sender.unanswered():
+            elif now < record.deadline_s and sender.is_unanswered:
                 # Decode may be cut off: the outcome is told until its own deadline.
                 self.rooms.timers.arm("linger", key, record.deadline_s)
             else:
@@ -206,7 +207,8 @@ class PrefillCore:
 
     def poll_effects(self) -> list[Effect]:
         """Effects since the last call, to be executed in order."""
-        return self.rooms.poll_effects()
+        out, self.rooms.out = self.rooms.out, []
+        return out
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do, in monotonic seconds."""
@@ -218,7 +220,7 @@ class PrefillCore:
         return [
             key
             for key, record in self.rooms.records.items()
-            if not record.is_over or (record.sender.state is S.DONE and record.sender.unanswered())
+            if not record.is_over or (record.sender.state is S.DONE and record.sender.is_unanswered)
         ]
 
     @property
@@ -295,7 +297,7 @@ class PrefillCore:
                     for peer in record.peers():
                         self.rooms.breakers.succeeded(peer.incarnation)
                     self.rooms.report(record, FinishReason.STOP, None, now)
-            if not sender.unanswered():
+            if not sender.is_unanswered:
                 self.rooms.forget(key)
 
 

@@ -74,12 +74,14 @@ class RoomRecord:
         "deadline_s",
         "is_reported",
         "is_stuck",
+        "key",
         "request",
         "timeline",
     )
 
     def __init__(self, request: GenerateRequest, now: float) -> None:
         self.request = request
+        self.key: RoomKey = request.key
         self.accepted_s = now
         self.deadline_s = now + request.remaining_s
         self.backoff_s = 0.0
@@ -88,10 +90,6 @@ class RoomRecord:
         self.is_stuck = False
         #: Seconds since acceptance of named points.
         self.timeline: dict[str, float] = {}
-
-    @property
-    def key(self) -> RoomKey:
-        return self.request.key
 
     @property
     def entity(self) -> VotingEntity:
@@ -248,9 +246,7 @@ class RoomBook(VoteBook[R]):
 
     def arm_resend(self, record: R, now: float) -> None:
         """Keep asking while something is unanswered, with back-off (rule 4)."""
-        if self.timers.is_armed("resend", record.key):
-            return
-        if record.entity.unanswered():
+        if record.entity.is_unanswered and not self.timers.is_armed("resend", record.key):
             record.backoff_s = self.limits.resend_initial_s
             self.timers.arm("resend", record.key, now + record.backoff_s)
 

@@ -104,15 +104,18 @@ class Running:
         if self._batch is not None:
             return None
         batch_id = next(self._batch_ids)
+        if not self.records:
+            return None
         if self.resuming:
             self._batch = self._resume(batch_id)
-        if self._batch is None and len(self.batcher) and not self.batcher.schedule():
-            self._make_room(now)
-            if not len(self.batcher):
+        if self._batch is None and len(self.batcher):
+            if not self.batcher.schedule():
+                self._make_room(now)
+            if len(self.batcher):
+                self._batch = self.batcher.build_batch(batch_id)
+            else:
                 # All of them were retracted: the first comes back at once.
                 self._batch = self._resume(batch_id)
-        if self._batch is None and len(self.batcher):
-            self._batch = self.batcher.build_batch(batch_id)
         return self._batch
 
     def _resume(self, batch_id: int) -> Batch | None:

@@ -36,6 +36,11 @@ class VotingEntity(Protocol):
         """What a rank that votes LOCALLY_DONE would go on with, where that is its own word."""
         ...
 
+    @property
+    def is_unanswered(self) -> bool:
+        """``unanswered`` has messages."""
+        ...
+
     def unanswered(self) -> Sequence[Effect]: ...
 
 
@@ -90,8 +95,8 @@ class VoteBook(Generic[R]):
         """Emit the vector of this tick."""
         if self._voting is not None or self.is_diverged:
             return
-        is_alone = self.group_size == 1
-        keys = tuple(k for k in (self._dirty if is_alone else self._voters) if k in self.records)
+        is_alone, records = self.group_size == 1, self.records
+        keys = tuple([k for k in (self._dirty if is_alone else self._voters) if k in records])
         if not is_alone:
             self._settled = tuple(k for k in self._dirty if k not in self._voters)
         self._dirty.clear()
@@ -99,8 +104,8 @@ class VoteBook(Generic[R]):
             return
         self._voting = keys
         self._sequence += 1
-        entities = [self.records[key].entity for key in keys]
-        votes = tuple(entity.vote() for entity in entities)
+        entities = [records[key].entity for key in keys]
+        votes = tuple([entity.vote() for entity in entities])
         if is_alone:
             self.out.append(ReduceVotes(self._sequence, hash_keys(keys), votes))
             return

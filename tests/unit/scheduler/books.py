@@ -32,6 +32,10 @@ class Entity:
     def received_token(self) -> int | None:
         return self.token
 
+    @property
+    def is_unanswered(self) -> bool:
+        return bool(self.open)
+
     def unanswered(self) -> Sequence[Effect]:
         return self.open
 
