@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pdcore.control.codec import pack_token_ids
 from pdcore.control.messages import (
@@ -69,7 +70,7 @@ class LocalPort:
 
     def send(self, message: WorkerMessage) -> None:
         failed = "on_message failed, a message to the host is lost: %r"
-        if isinstance(attempt(lambda: self.on_message(message), failed, message), Raised):
+        if isinstance(attempt(partial(self.on_message, message), failed, message), Raised):
             self.num_lost += 1
 
 

@@ -89,9 +89,12 @@ class _Air:
         return flight
 
     def next(self) -> Flight | None:
-        while self._heap and self._heap[0].sequence not in self.flights:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        heap = self._heap
+        while heap:
+            if heap[0].sequence in self.flights:
+                return heap[0]
+            heapq.heappop(heap)
+        return None
 
     def set_aside(self) -> None:
         """The next one's time has come and nobody listens there."""
@@ -199,17 +202,18 @@ class MemoryNetwork:
     def _send(self, sender: str, to: str, frame: bytes) -> bool:
         queued = self._air.queued[sender, to]
         listener = self._channels.get(to)
-        unread = len(listener.inbox) if listener is not None else 0
-        if not to.startswith("mem://") or queued + unread >= self._high_water_mark:
+        if listener is not None:
+            queued += len(listener.inbox)
+        if not to.startswith("mem://") or queued >= self._high_water_mark:
             self.counters.num_refused += 1
             return False
         self.counters.num_sent += 1
-        chance = self._random.random
-        if chance() < self.faults.drop:
+        chance, faults = self._random.random, self.faults
+        if chance() < faults.drop:
             self.counters.num_dropped += 1
             return True
         self._launch(sender, to, frame)
-        if chance() < self.faults.duplicate:
+        if chance() < faults.duplicate:
             self.counters.num_duplicated += 1
             self._launch(sender, to, frame)
         return True
@@ -221,7 +225,9 @@ class MemoryNetwork:
         due_s = self._clock.monotonic() + delay_s
         pair = (sender, to)
         if chance() >= faults.reorder:
-            due_s = max(due_s, self._last_due_s.get(pair, due_s))
+            last_s = self._last_due_s.get(pair)
+            if last_s is not None and last_s > due_s:
+                due_s = last_s
             self._last_due_s[pair] = due_s
         return self._air.add(due_s, sender, to, frame)
 
@@ -262,9 +268,12 @@ class MemoryChannel:
             return []
         if not self._network._manual:
             self._network.deliver_due()
-        if not self.inbox:
-            return []
-        return [self.inbox.popleft() for _ in range(min(limit, len(self.inbox)))]
+        inbox = self.inbox
+        if len(inbox) > limit:
+            return [inbox.popleft() for _ in range(limit)]
+        frames = list(inbox)
+        inbox.clear()
+        return frames
 
     def fileno(self) -> int | None:
         """None: ask ``MemoryNetwork.next_due_s`` instead."""

@@ -56,26 +56,28 @@ class SimLink:
             return False
         data = encode_link(message)
         due_s = self._due(rank, 0)
-        call_at = self._site.loop.call_at
-        call_at(due_s, lambda: worker.receive(data), context=worker.process.context)
+        self._site.loop.call_at(due_s, worker.receive, data, context=worker.process.context)
         return True
 
     def from_worker(self, index: int, incarnation: Incarnation, data: bytes) -> None:
         """The worker sends: it arrives in the leader, if that life still counts then."""
+        due_s, context = self._due(index, 1), self._leader.context
+        self._site.loop.call_at(due_s, self._arrive, index, incarnation, data, context=context)
 
-        def arrive() -> None:
-            message = decode_worker_message(data)
-            if isinstance(message, WorkerReady):
-                self._current[index] = incarnation
-            if self._current.get(index, incarnation) == incarnation:
-                self.deliver(index, message)
-
-        self._site.loop.call_at(self._due(index, 1), arrive, context=self._leader.context)
+    def _arrive(self, index: int, incarnation: Incarnation, data: bytes) -> None:
+        message = decode_worker_message(data)
+        if isinstance(message, WorkerReady):
+            self._current[index] = incarnation
+        if self._current.get(index, incarnation) == incarnation:
+            self.deliver(index, message)
 
     def _due(self, index: int, direction: int) -> float:
-        due_s = self._site.loop.time() + self._site.link_delay_s()
-        due_s = max(due_s, self._due_s.get((index, direction), 0.0))
-        self._due_s[index, direction] = due_s
+        site, way = self._site, (index, direction)
+        due_s = site.loop.now_s + site.link_delay_s()
+        last_s = self._due_s.get(way, 0.0)
+        if last_s > due_s:
+            due_s = last_s
+        self._due_s[way] = due_s
         return due_s
 
 
@@ -94,7 +96,7 @@ class SimLeader:
             clock=self._clock,
             limits=DispatcherLimits(clock_skew_s=1.0, history_cap=4, history_ttl_s=0.3),
         )
-        self.link.deliver = self._on_message
+        self.link.deliver = self.dispatcher.on_message
         self.process.context.run(self._start)
 
     def close(self) -> None:
@@ -125,9 +127,6 @@ class SimLeader:
         site.loop.create_task(run_app(app))
         if seat.role is Role.PREFILL:
             self.start_bootstrap()
-
-    def _on_message(self, index: int, message: WorkerMessage) -> None:
-        self.dispatcher.on_message(index, message)
 
 
 async def run_app(app: ASGIApp) -> None:

@@ -307,8 +307,9 @@ class SimLoop(_Calls):
                         call.place.run(function, *call.parameters)
                     elif not process.is_dead:
                         process.held.append(call)
-            finally:
-                self._queue[:0] = left  # those that were not reached, if one raised
+            except BaseException:
+                self._queue[:0] = left  # those that were not reached
+                raise
 
     def _jump(self) -> None:
         """Go on at the time of the next timer."""

@@ -124,10 +124,11 @@ class SimTransport(LoopbackTransport):
 
 @attrs.define(eq=False)
 class _Pace:
-    """When the loop runs next, until when the engine is at work, and how long the loop asked
-    to sleep (-1: it did not)."""
+    """When the loop runs next (``call``, at ``due_s``), until when the engine is at work, and
+    how long the loop asked to sleep (-1: it did not)."""
 
     call: asyncio.TimerHandle | None = None
+    due_s: float = 0.0
     busy_until_s: float = 0.0
     sleep_s: float = 0.0
 
@@ -227,7 +228,8 @@ class SimRank:
 
     def wake(self) -> None:
         """An input is there: the loop's next iteration comes as soon as the engine is done."""
-        self._arm(max(self.site.loop.now_s + WAKE_S, self._pace.busy_until_s))
+        due_s, busy_until_s = self.site.loop.now_s + WAKE_S, self._pace.busy_until_s
+        self._arm(due_s if due_s > busy_until_s else busy_until_s)
 
     def close(self) -> None:
         """Its addresses are free for a successor. What it sent may still arrive."""
@@ -271,21 +273,23 @@ class SimRank:
         self._pace.sleep_s = 1.0 if timeout_s is None else timeout_s
 
     def _step(self) -> None:
-        self._pace.call = None
-        now_s = self.site.loop.now_s
-        self._pace.busy_until_s = now_s + STEP_S
-        self._pace.sleep_s = -1.0
+        pace, now_s = self._pace, self.site.loop.now_s
+        pace.call = None
+        pace.busy_until_s = now_s + STEP_S
+        pace.sleep_s = -1.0
         has_run = self.worker.step(None)
         # A loop that neither computes nor sleeps has come to its end (D59).
-        self.has_ended = not has_run and self._pace.sleep_s < 0.0
+        self.has_ended = not has_run and pace.sleep_s < 0.0
         if not self.has_ended:
-            self._arm(max(now_s + self._pace.sleep_s, self._pace.busy_until_s))
+            wakes_s = now_s + pace.sleep_s
+            self._arm(wakes_s if wakes_s > pace.busy_until_s else pace.busy_until_s)
         self._on_stepped(self)
 
     def _arm(self, due_s: float) -> None:
-        call = self._pace.call
-        if call is not None:
-            if call.when() <= due_s:
+        pace = self._pace
+        if pace.call is not None:
+            if pace.due_s <= due_s:
                 return
-            call.cancel()
-        self._pace.call = self.site.loop.call_at(due_s, self._step, context=self.process.context)
+            pace.call.cancel()
+        pace.due_s = due_s
+        pace.call = self.site.loop.call_at(due_s, self._step, context=self.process.context)

@@ -187,7 +187,7 @@ class Site:
 
     def later(self, delay_s: float, function: Callable[[], object]) -> asyncio.TimerHandle:
         """The world itself does something, whichever process runs now."""
-        return self.loop.call_later(delay_s, function, context=self.context)
+        return self.loop.call_at(self.loop.now_s + delay_s, function, context=self.context)
 
     def link_delay_s(self) -> float:
         return 0.0001 + self.rng.random() * 0.0005
