@@ -18,7 +18,7 @@ from pdcore.sim.plan import names
 from pdcore.sim.rank import Seat, SimRank
 from pdcore.sim.site import Site
 from pdcore.sim.wire import WireClient
-from pdcore.transports.loopback_fabric import Action
+from pdcore.transports.loopback_fabric import Action, Choice
 from pdcore.types import Incarnation, Role
 
 HOST: Final = "127.0.0.1"
@@ -157,10 +157,11 @@ class Cluster:
     def _deliver(self) -> None:
         self._net_call = None
         self.site.network.deliver_due()
-        for rank in self.ranks():
-            if rank.channel.has_frames:
-                self.site.trace("frames", rank.process.name)
-                rank.wake()
+        for instance in self.instances.values():
+            for rank in instance.ranks:
+                if rank.channel.has_frames:
+                    self.site.trace("frames", rank.process.name)
+                    rank.wake()
         self.arm_network()
 
     def _arm_fabric(self) -> None:
@@ -171,21 +172,19 @@ class Cluster:
         """One chunk of one transfer moves; whoever may care looks."""
         self._fabric_call = None
         fabric, now_s = self.site.fabric, self.site.loop.now_s
-        may_move: list[int] = []
+        may_move: list[Choice] = []
         first_s = float("inf")
-        for index, action in enumerate(fabric.pending()):
-            due_s = self._lands_s(action) if action.kind == "land" else now_s
+        for choice in fabric.choices():
+            due_s = self._lands_s(choice[0]) if choice[0].kind == "land" else now_s
             if due_s <= now_s:
-                may_move.append(index)
-            first_s = min(first_s, due_s)
-        if not may_move:
-            if first_s < float("inf"):
-                self._fabric_call = self.site.later(first_s - now_s, self._move)
-            return
-        moved = fabric.step(self.site.rng.choice(may_move))
-        assert moved is not None
-        self._tell(moved)
-        self._arm_fabric()
+                may_move.append(choice)
+            elif due_s < first_s:
+                first_s = due_s
+        if may_move:
+            self._tell(fabric.do(self.site.rng.choice(may_move)))
+            self._arm_fabric()
+        elif first_s < float("inf"):
+            self._fabric_call = self.site.later(first_s - now_s, self._move)
 
     def _lands_s(self, action: Action) -> float:
         """When a write that outlived its handle may go on landing: at once, or much later."""

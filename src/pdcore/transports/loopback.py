@@ -25,7 +25,8 @@ from pdcore.transports.base import (
 )
 from pdcore.transports.check import plan_copies
 from pdcore.transports.descriptor import EndpointDescriptor, decode
-from pdcore.transports.loopback_fabric import Doorbell, Endpoint, Job, Link, LoopbackFabric, new_job
+from pdcore.transports.doorbell import Doorbell
+from pdcore.transports.loopback_fabric import Endpoint, Job, Link, LoopbackFabric, new_job
 from pdcore.transports.registry import TransportPlugin
 from pdcore.transports.shm_segment import FEWER_BLOCKS
 from pdcore.types import Incarnation, LeaseId

@@ -7,9 +7,7 @@ of the caller's choice, so that a test decides the order; ``run`` does them all.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from pdcore.transports.base import (
 )
 from pdcore.transports.check import CopyPlan, plan_copies
 from pdcore.transports.copy import copy_steps, written_byte
+from pdcore.transports.doorbell import Doorbell
 from pdcore.transports.regions import RegionTable
 from pdcore.types import Incarnation, LeaseId
 
@@ -51,32 +50,6 @@ class Faults:
     corrupt_byte: int = -1
     #: Writes outlive cancel, failure and, with ``die``, their process.
     late_landing: bool = False
-
-
-class Doorbell:
-    """A readable descriptor that works on every platform."""
-
-    def __init__(self) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-
-    def ring(self) -> None:
-        # A full buffer means that it rings already.
-        with contextlib.suppress(BlockingIOError):
-            self._write.send(b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._read.recv(4096):
-                pass
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def close(self) -> None:
-        self._read.close()
-        self._write.close()
 
 
 @attrs.define(eq=False)
@@ -143,6 +116,10 @@ class Action(NamedTuple):
     handle: int
 
 
+#: An action, and the link or the late write that it moves.
+Choice = tuple[Action, Link | Job]
+
+
 class LoopbackFabric:
     """Shared by the transports it connects; calls are serialised by one lock.
 
@@ -193,21 +170,24 @@ class LoopbackFabric:
     def pending(self) -> list[Action]:
         """What could happen next; the index of an entry is the argument of ``step``."""
         with self.lock:
-            return [action for action, _ in self._actions()]
+            return [action for action, _ in self.choices()]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is pending."""
         with self.lock:
-            return not self._late and not any(link.outbox or link.movable() for link in self._links)
+            return not self.choices()
 
     def step(self, choice: int = 0) -> Action | None:
         """Do one pending action (``choice`` modulo their number); None: there is none."""
         with self.lock:
-            actions = self._actions()
-            if not actions:
-                return None
-            action, subject = actions[choice % len(actions)]
+            choices = self.choices()
+            return self.do(choices[choice % len(choices)]) if choices else None
+
+    def do(self, choice: Choice) -> Action:
+        """Do one of :meth:`choices`, before anything else has happened."""
+        action, subject = choice
+        with self.lock:
             if isinstance(subject, Job):
                 self._land(subject)
             elif action.kind == "deliver":
@@ -291,8 +271,9 @@ class LoopbackFabric:
         else:
             _unpin(job)
 
-    def _actions(self) -> list[tuple[Action, Link | Job]]:
-        found: list[tuple[Action, Link | Job]] = []
+    def choices(self) -> list[Choice]:
+        """What could happen next, as :meth:`pending` has it, each with what it happens to."""
+        found: list[Choice] = []
         for link in self._links:
             if not link.jobs and not link.outbox:
                 continue
