@@ -208,11 +208,11 @@ class DecodeCore:
 
     @property
     def wants_tick(self) -> bool:
-        if self.rooms.wants_tick or not self.prealloc.waiting:
+        if not self.prealloc.waiting:
             return self.rooms.wants_tick
-        running = self.running
-        return not self.rooms.is_diverged and self.prealloc.may_offer(
-            len(running.resuming), running.num_unseated
+        return self.rooms.wants_tick or (
+            self.prealloc.may_offer(len(self.running.resuming), self.running.num_unseated)
+            and not self.rooms.is_diverged
         )
 
     def snapshot(self) -> DecodeSnapshot:

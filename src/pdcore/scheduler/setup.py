@@ -48,9 +48,10 @@ class CoreSetup:
 
     @property
     def drain_timeout_s(self) -> float:
-        """After which a room that drains is stuck. A writer of a QUARANTINE transport whose call
-        failed may say only after that period that nothing of it lands any more."""
-        return self.limits.drain_timeout_s + self.quarantine_s
+        """After which a room that drains is stuck. A call of a QUARANTINE transport may stand
+        still for as long as that period (its engine's limit is no longer) before it fails, and
+        only after another one can its writer say that nothing of it lands any more."""
+        return self.limits.drain_timeout_s + 2 * self.quarantine_s
 
     def profile(self) -> InstanceProfile:
         """What :func:`pdcore.topology.check_compatible` compares."""
@@ -130,6 +131,8 @@ def read_endpoint(setup: CoreSetup, data: bytes) -> Destination:
         endpoint.block_sizes,
     )
     _check_integrity(setup, endpoint.integrity or NO_CHECKSUMS)
+    if spec == setup.spec:
+        spec = setup.spec  # what is asked of it with every transfer is found by identity
     return Destination(spec, placement, endpoint.transport_descriptor, bool(endpoint.integrity))
 
 

@@ -7,7 +7,6 @@ requests that wait for it after ``topology_ttl_s``, never the loop (D20).
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from typing import Final
@@ -58,6 +57,7 @@ class Topologies:
 
     def __init__(self, setup: CoreSetup) -> None:
         self.setup = setup
+        self._decode = setup.profile()
         #: Least recently used first.
         self.entries: OrderedDict[str, TopologyEntry] = OrderedDict()
         #: Process lives that a newer epoch of their own instance's route has left out; the
@@ -183,7 +183,7 @@ class Topologies:
             return failure("incompatible", f"{error} ({route.instance})")
         prefill = profile_of(route)
         layout = layout_of(route)
-        mapping = map_to(self.setup, prefill)
+        mapping = map_to(self.setup, self._decode, prefill)
         peers: list[PeerRef] = []
         for at, is_dummy in mapping.targets(dp_rank):
             rank = route.ranks.get(layout.route_key(at))
@@ -211,7 +211,7 @@ def check_pair(setup: CoreSetup, prefill: InstanceProfile) -> None:
         raise IncompatibleError(
             f"{error} (prefill is {prefill.shape}, decode is {decode.shape})"
         ) from None
-    if len(set(map_to(setup, prefill).dst_info_nums)) > 1:
+    if len(set(map_to(setup, decode, prefill).dst_info_nums)) > 1:
         # One handshake goes to all targets, and says how many each of them waits for.
         raise IncompatibleError(
             f"pp_size: {setup.spec.num_layers} layers do not end at the same stages on both "
@@ -219,15 +219,18 @@ def check_pair(setup: CoreSetup, prefill: InstanceProfile) -> None:
         )
 
 
-def map_to(setup: CoreSetup, prefill: InstanceProfile) -> TargetRankMapping:
-    """The ranks of that prefill that this decode rank asks for its KV (R58).
+def map_to(
+    setup: CoreSetup, decode: InstanceProfile, prefill: InstanceProfile
+) -> TargetRankMapping:
+    """The ranks of that prefill that this decode rank, of profile ``decode``, asks for its KV
+    (R58).
 
     Also those that write nothing: copies of MLA rows, CP ranks of an instance whose first one
     sends. A group moves a request when all of its ranks vote for it, and a rank votes when it has
     been asked; its plan is empty, and its Done is counted (R45 CHANGE)."""
     stages = setup.layout.pp_size > 1
     return map_target_ranks(
-        setup.profile(),
+        decode,
         prefill,
         RankCoordinates(
             0, 0, setup.spec.tp_rank, setup.layout.coordinates(setup.me.rank).pp if stages else 0
@@ -251,8 +254,9 @@ def _check_rank(key: str, rank: RouteRank) -> None:
 
 def layout_of(route: Route) -> ParallelLayout:
     """How the ranks of that prefill instance are numbered."""
-    sizes = profile_of(route).sizes
-    return ParallelLayout(math.prod(sizes), route.attn_tp_size, route.attn_cp_size, route.pp_size)
+    group = route.attn_tp_size * route.attn_cp_size
+    world = group * route.dp_size * route.pp_size
+    return ParallelLayout(world, route.attn_tp_size, route.attn_cp_size, route.pp_size)
 
 
 def profile_of(route: Route) -> InstanceProfile:
