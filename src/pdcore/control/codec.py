@@ -36,6 +36,7 @@ MAX_ENDPOINT_BYTES: Final = 1 << 20
 
 _MAGIC: Final = b"PD"
 _HEADER: Final = struct.Struct("<2sBBI")
+_HEADER_BYTES: Final = _HEADER.size
 _KIND_FRAME: Final = 1
 _KIND_LEADER: Final = 2
 _KIND_WORKER: Final = 3
@@ -114,11 +115,10 @@ def unpack_token_ids(data: bytes) -> list[int]:
 
 
 def _count_ids(data: bytes, what: str) -> int:
-    count, rest = divmod(len(data), 4)
-    if rest:
+    if len(data) % 4:
         raise CodecError(f"packed {what}s must be a multiple of 4 bytes, got {len(data)}")
     _require_non_negative(data, what)
-    return count
+    return len(data) // 4
 
 
 def _require_non_negative(data: bytes, what: str) -> None:
@@ -224,24 +224,24 @@ def _seal(kind: int, value: m.Frame | m.LeaderMessage | m.WorkerMessage, max_byt
     except (OverflowError, TypeError, ValueError) as error:
         raise CodecError(f"cannot encode {_KIND_NAMES[kind]}: {error}") from None
     data = _HEADER.pack(_MAGIC, PROTOCOL_MAX, kind, len(body)) + body
-    return _limited(_KIND_NAMES[kind], data, max_bytes)
+    return data if len(data) <= max_bytes else _limited(_KIND_NAMES[kind], data, max_bytes)
 
 
 def _open(kind: int, data: bytes, max_bytes: int, decode: Callable[[memoryview], T]) -> T:
     size = len(data)
-    if _HEADER.size <= size <= max_bytes:  # look at the parts only when it is no good one
+    if _HEADER_BYTES <= size <= max_bytes:  # look at the parts only when it is no good one
         magic, version, found, length = _HEADER.unpack_from(data)
-        is_whole = (magic, found, length) == (_MAGIC, kind, size - _HEADER.size)
+        is_whole = magic == _MAGIC and found == kind and length == size - _HEADER_BYTES
         if is_whole and PROTOCOL_MIN <= version <= PROTOCOL_MAX:
-            return _decode_body(_KIND_NAMES[kind], memoryview(data)[_HEADER.size :], decode)
+            return _decode_body(_KIND_NAMES[kind], memoryview(data)[_HEADER_BYTES:], decode)
     raise _refusal(kind, data, max_bytes)
 
 
 def _refusal(kind: int, data: bytes, max_bytes: int) -> CodecError:
     what = _KIND_NAMES[kind]
     size = len(_limited(what, data, max_bytes))
-    if size < _HEADER.size:
-        return CodecError(f"{what} of {size} bytes is shorter than its {_HEADER.size}-byte header")
+    if size < _HEADER_BYTES:
+        return CodecError(f"{what} of {size} bytes is shorter than its {_HEADER_BYTES}-byte header")
     magic, version, found, length = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         return CodecError(f"{what} starts with {magic!r}, not {_MAGIC!r}: not a pdcore peer")
@@ -251,7 +251,7 @@ def _refusal(kind: int, data: bytes, max_bytes: int) -> CodecError:
     if found != kind:
         theirs = _KIND_NAMES.get(found, f"frame of kind {found}")
         return CodecError(f"{theirs} where {what} belongs")
-    return CodecError(f"{what} announces {length} bytes, {size - _HEADER.size} came")
+    return CodecError(f"{what} announces {length} bytes, {size - _HEADER_BYTES} came")
 
 
 def _decode_body(what: str, body: memoryview, decode: Callable[[memoryview], T]) -> T:

@@ -127,6 +127,11 @@ class BlockPool:
             raise OwnershipError(f"block {block} is outside 1..{self.num_blocks - 1}")
         return self._state[block]
 
+    def those_in(self, state: int, ids: Sequence[int]) -> list[int]:
+        """The blocks of ``ids``, all of this pool, that are in this state (not for null)."""
+        states = self._state
+        return [block for block in ids if states[block] == state]
+
     def ledger(self) -> Ledger:
         return Ledger(*self._counts[:4])
 

@@ -267,7 +267,7 @@ class KVBlocks(KVTables):
             raise OwnershipError(f"sequence {seq_id} has no blocks to lease")
         for key, tables in self._by_key.items():
             pool = tables.pool
-            pool.lease([b for b in self._tables[seq_id][key] if b and pool.state_of(b) == HELD])
+            pool.lease(pool.those_in(HELD, self._tables[seq_id][key]))
         self._leased.add(seq_id)
 
     def unlease(self, seq_id: int) -> None:
@@ -277,7 +277,7 @@ class KVBlocks(KVTables):
         self._leased.discard(seq_id)
         for key, tables in self._by_key.items():
             pool = tables.pool
-            pool.unlease([b for b in self._tables[seq_id][key] if b and pool.state_of(b) == LEASED])
+            pool.unlease(pool.those_in(LEASED, self._tables[seq_id][key]))
 
     def quarantine(self, seq_id: int) -> int:
         """The request is over, a writer may be alive: blocks stay out, counted.
