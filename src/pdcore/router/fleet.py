@@ -121,7 +121,7 @@ class Fleet:
     def problem(self) -> str | None:
         """Why no request can be served now; None if one can."""
         for name, members in (("prefill", self.prefills), ("decode", self.decodes)):
-            if not any(member.health is Health.UP for member in members):
+            if Health.UP not in [member.health for member in members]:
                 why = "; ".join(f"{m.target.netloc}: {m.detail}" for m in members)
                 return f"no {name} instance is ready ({why})"
         return None

@@ -97,6 +97,8 @@ def check_names(fields: Mapping[str, msgspec.Raw], known: Iterable[str]) -> None
     names = frozenset(known)
     if len(fields) > _MAX_FIELDS:
         raise InvalidRequest("body", f"has {len(fields)} fields, more than {_MAX_FIELDS}")
+    if fields.keys() <= names:
+        return
     for name, raw in fields.items():
         if name in names or name in WITHOUT_EFFECT:
             continue

@@ -106,7 +106,7 @@ class LegEndpoint:
             return await self._admit(pending, send)
         # From here on every await may be the last: a client that is gone ends the request,
         # and a handler that is cancelled takes it along.
-        watch = asyncio.ensure_future(disconnected(receive))
+        watch = asyncio.create_task(disconnected(receive))
         watch.add_done_callback(
             lambda done: None if done.cancelled() else self._abort(pending, "the client is gone")
         )

@@ -181,7 +181,7 @@ class RouterEndpoint:
         body = await read_body(scope, receive, self._max_body_bytes)
         fields = decode_fields(body)
         read = read_fields(fields)
-        watch = asyncio.ensure_future(disconnected(receive))
+        watch = asyncio.create_task(disconnected(receive))
         try:
             if self._shell.core.fleet.problem() is not None:
                 # Perhaps one is back; else the answer is 503.
@@ -280,7 +280,7 @@ def stream_end(ticket: int, attempt: int, events: bytes) -> StreamEnded | LegAns
 
 async def _unless_gone(watch: asyncio.Future[None], awaited: Coroutine[None, None, None]) -> None:
     """Await something before there is a session: a client that leaves ends the wait."""
-    task = asyncio.ensure_future(awaited)
+    task = asyncio.create_task(awaited)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done():

@@ -50,6 +50,7 @@ from pdcore.server.http import JSON, SAMPLED, ClientGone, error_body
 from pdcore.types import Failure
 
 _log: Final = logging.getLogger(__name__)
+_LEGS: Final = tuple(Leg)
 _CANCEL_TIMEOUT: Final = Timeout(connect_s=2.0, total_s=10.0)
 _CANCEL_PATH: Final = "/cancel"
 _MAX_SMALL_BYTES: Final = 64 * 1024
@@ -114,7 +115,7 @@ class Session:
 
     def drop(self, attempt: int) -> None:
         """Close what is left of an attempt."""
-        for leg in Leg:
+        for leg in _LEGS:
             task = self.tasks.pop((attempt, leg), None)
             if task is not None:
                 task.cancel()

@@ -115,6 +115,8 @@ class StopStrings:
         """Text that is certain to be output. Nothing follows once ``has_stopped``."""
         if self.has_stopped:
             return ""
+        if not self._stops:
+            return text
         data = self._held + text
         cut: tuple[int, int] | None = None
         for stop in self._stops:
@@ -125,7 +127,7 @@ class StopStrings:
             self.has_stopped = True
             self._held = ""
             return data[: cut[1]]
-        hold = max((self._overlap(data, stop) for stop in self._stops), default=0)
+        hold = max(self._overlap(data, stop) for stop in self._stops)
         self._held = data[len(data) - hold :]
         return data[: len(data) - hold]
 

@@ -7,6 +7,7 @@ table and the messages of the link are the product's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -130,12 +131,15 @@ class SimLeader:
 
 
 async def run_app(app: ASGIApp) -> None:
-    """An app's life, as its server runs it: started, and never told to stop."""
+    """An app's life, as its server runs it: started, and told to stop when its process is
+    unwound, for an app that is cancelled instead writes down where it was."""
     heard: list[Message] = [{"type": "lifespan.startup"}]
 
     async def receive() -> Message:
         if not heard:
-            await asyncio.Event().wait()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return {"type": "lifespan.shutdown"}
         return heard.pop()
 
     async def send(message: Message) -> None:

@@ -185,7 +185,7 @@ class _Calls(asyncio.BaseEventLoop):
     ) -> asyncio.Task[T]:
         """A process keeps its tasks, so that no collection can end one."""
         task = asyncio.Task(coro, loop=self, context=context)
-        process = PROCESS.get() if context is None else context.get(PROCESS, None)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
         if process is not None:
             process.add_task(task)
         self._made.append((process, task))

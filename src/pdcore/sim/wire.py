@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVarTuple, Unpack
 
 from starlette.types import ASGIApp, Message, Scope
 
 from pdcore.server.client import ConnectFailed, ConnectionLost, Origin, ResponseTimeout, Timeout
 from pdcore.server.exchange import DEFAULT_TIMEOUT, ClientLimits, Exchange
 from pdcore.sim.loop import Process, SimLoop
+
+Ts = TypeVarTuple("Ts")
 
 _LIMITS: Final = ClientLimits()
 #: Requests to one address that are remembered.
@@ -45,7 +47,8 @@ class Wire:
         self.listeners: dict[Origin, Listener] = {}
         #: Open connections in the order of their opening.
         self.connections: dict[Connection, None] = {}
-        self._cuts: set[frozenset[str]] = set()
+        #: Pairs of hosts between which nothing passes.
+        self.cuts: set[frozenset[str]] = set()
         self._held: list[tuple[frozenset[str], Callable[[], None]]] = []
         self._count = 0
         #: The last POSTs to each address, and when they were sent: what a proxy may repeat.
@@ -62,19 +65,19 @@ class Wire:
 
     def cut(self, one: str, other: str) -> None:
         """Nothing passes between two hosts until :meth:`heal`."""
-        self._cuts.add(frozenset((one, other)))
+        self.cuts.add(frozenset((one, other)))
 
     def heal(self, one: str, other: str) -> None:
         """What was held back arrives, in its order."""
         pair = frozenset((one, other))
-        self._cuts.discard(pair)
+        self.cuts.discard(pair)
         due = [again for where, again in self._held if where == pair]
         self._held = [entry for entry in self._held if entry[0] != pair]
         for again in due:
             again()
 
     def is_cut(self, one: Process, other: Process) -> bool:
-        return bool(self._cuts) and frozenset((one.host, other.host)) in self._cuts
+        return frozenset((one.host, other.host)) in self.cuts
 
     def hold(self, one: Process, other: Process, again: Callable[[], None]) -> None:
         self._held.append((frozenset((one.host, other.host)), again))
@@ -125,10 +128,11 @@ class Connection:
         self._wire.connections[self] = None
         self.exchange.attach(self)
         self.exchange.sent = True
-        if timeout.total_s is not None:
-            total_s = timeout.total_s
-            self._timer = self._wire.loop.call_later(total_s, lambda: self._expire(total_s))
-        self.post(1, lambda: self._serving.start(body))
+        total_s = timeout.total_s
+        if total_s is not None:
+            loop = self._wire.loop
+            self._timer = loop.call_at(loop.now_s + total_s, self._expire, total_s)
+        self.post(1, self._serving.start, body)
 
     def abort(self) -> None:
         """The client reads no further and closes."""
@@ -141,7 +145,7 @@ class Connection:
     def break_off(self, why: str) -> None:
         """The world cuts it: both ends learn of it after a while."""
         self._wire.connections.pop(self, None)
-        self.post(0, lambda: self.fail(why))
+        self.post(0, self.fail, why)
         self.post(1, self._serving.end)
 
     def take(self, head: Message | None, data: bytes, is_last: bool) -> None:
@@ -149,7 +153,7 @@ class Connection:
         exchange = self.exchange
         self._wire.trace("answer", f"{self.number} {len(data)} {is_last}")
         if head is not None:
-            exchange.headers = [(bytes(k), bytes(v)) for k, v in head["headers"]]
+            exchange.headers = list(head["headers"])
             exchange.on_head(head["status"])
         if data:
             exchange.on_body(data)
@@ -161,17 +165,17 @@ class Connection:
         self._close()
         self.exchange.fail(ConnectionLost(why, sent=True))
 
-    def post(self, direction: int, arrive: Callable[[], None]) -> None:
+    def post(self, direction: int, arrive: Callable[[Unpack[Ts]], None], *args: *Ts) -> None:
         """Let something happen at the other end: 0 at the client's, 1 at the server's."""
         wire, client, server = self._wire, self.client, self.listener.process
-        if wire.is_cut(client, server):
-            wire.hold(client, server, lambda: self.post(direction, arrive))
+        if wire.cuts and wire.is_cut(client, server):
+            wire.hold(client, server, lambda: self.post(direction, arrive, *args))
             return
         due_s = wire.loop.now_s + wire.delay_s()
         if due_s < self._due_s[direction]:
             due_s = self._due_s[direction]
         self._due_s[direction] = due_s
-        wire.loop.call_at(due_s, arrive, context=(server if direction else client).context)
+        wire.loop.call_at(due_s, arrive, *args, context=(server if direction else client).context)
 
     def _expire(self, total_s: float) -> None:
         self.exchange.fail(ResponseTimeout(f"no complete answer in {total_s:g} s", sent=True))
@@ -215,7 +219,7 @@ class _Serving:
             if not self._is_over:
                 self._is_over = True
                 why = "closed before the answer was complete"
-                self._connection.post(0, lambda: self._connection.fail(why))
+                self._connection.post(0, self._connection.fail, why)
 
     def _on_served(self, task: asyncio.Task[None]) -> None:
         """An app that raises is a bug, whatever its client was told."""
@@ -244,7 +248,7 @@ class _Serving:
         head, self._head = self._head, None
         data = message.get("body", b"")
         is_last = not message.get("more_body", False)
-        self._connection.post(0, lambda: self._connection.take(head, data, is_last))
+        self._connection.post(0, self._connection.take, head, data, is_last)
         if is_last:
             self._is_over = True
             self._wake()
@@ -299,7 +303,7 @@ class WireClient:
         listener = wire.listeners.get(origin)
         if listener is None:
             raise ConnectFailed(f"cannot connect to {origin.netloc}: connection refused")
-        if wire.is_cut(self._process, listener.process):
+        if wire.cuts and wire.is_cut(self._process, listener.process):
             opened: asyncio.Future[None] = asyncio.Future(loop=wire.loop)
             wire.hold(self._process, listener.process, lambda: _resolve(opened))
             try:
