@@ -102,11 +102,15 @@ def records(world: World) -> list[object]:
     return list(world.decode.worker.core.rooms.records.values())
 
 
+@pytest.mark.parametrize("num_requests", [1, 2, 3])
 def test_a_writer_that_died_without_a_word_costs_the_whole_period(
-    make: Callable[..., World],
+    make: Callable[..., World], num_requests: int
 ) -> None:
-    """D3. And no longer, and nobody is called stuck for it: there is nobody to ask."""
+    """D3. And no longer, and nobody is called stuck for it: there is nobody to ask. Its
+    successor says so once for each room, and each time for all of them."""
     world = make()
+    for _ in range(num_requests - 1):
+        world.submit(PROMPT, sampling=FIVE, timeout_s=600.0)
     begin(world)
     world.restart("prefill", late=True)
     assert pass_time(world, PERIOD_S - 5.0, lands=False) == []
@@ -158,7 +162,7 @@ def test_who_really_does_not_acknowledge_is_still_named(make: Callable[..., Worl
     key = begin(world)
     world.network.partition(*ends)
     world.abort(key)
-    assert pass_time(world, LIMITS.drain_timeout_s + PERIOD_S - 2.0) == []
+    assert pass_time(world, LIMITS.drain_timeout_s + 2 * PERIOD_S - 2.0) == []
     problems = pass_time(world, 5.0)
     assert any("does not acknowledge" in problem for problem in problems)
     world.network.heal()

@@ -75,6 +75,7 @@ class Leg:
         "cancelled",
         "granted",
         "handshake",
+        "in_doubt",
         "live",
         "nonce",
         "peer",
@@ -90,6 +91,8 @@ class Leg:
         self.granted = False
         #: Handles ever posted that have not quiesced (rule 9).
         self.live: set[int] = set()
+        #: Those of them that have ended, and may land yet.
+        self.in_doubt: set[int] = set()
         self.posted_tokens = 0
         #: (one past the last token, checksums) of transfers that ended, where decode asks.
         self.summed: list[tuple[int, bytes]] = []

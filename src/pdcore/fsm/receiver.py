@@ -202,7 +202,7 @@ class Receiver(ReceiverReplies):
     def record_fenced(self, incarnation: Incarnation) -> Sequence[Effect]:
         for target in self.targets.values():
             if target.peer.incarnation == incarnation:
-                target.died = not target.over
+                target.died = target.died or not target.over
                 target.over = True
                 target.cancel_answered = True
         return ()

@@ -224,8 +224,13 @@ class Sender(SenderReplies):
 
     def record_end(self, ended: HandleEnded) -> Sequence[Effect]:
         for leg in self.legs.values():
-            if ended.handle in leg.live and ended.quiesced:
+            if ended.handle not in leg.live:
+                continue
+            if not ended.quiesced:
+                leg.in_doubt.add(ended.handle)
+            else:
                 leg.live.discard(ended.handle)
+                leg.in_doubt.discard(ended.handle)
                 if ended.summed is not None:
                     leg.summed.append(ended.summed)
         if ended.failure is not None and self.failure is None:
@@ -285,5 +290,8 @@ class Sender(SenderReplies):
 
     def fence_legs(self, payload: None) -> Sequence[Effect]:
         """Draining took too long: destroy the session; if that does not fence, the blocks
-        stay out of the pool, counted."""
-        return tuple(FencePeer(leg.peer) for leg in self.legs.values() if leg.live)
+        stay out of the pool, counted. What has ended, and may land yet, is not on the session
+        that this life has now, which others use."""
+        return tuple(
+            FencePeer(leg.peer) for leg in self.legs.values() if not leg.live <= leg.in_doubt
+        )

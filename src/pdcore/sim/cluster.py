@@ -16,8 +16,9 @@ from pdcore.sim.leader import run_app
 from pdcore.sim.loop import Process
 from pdcore.sim.plan import names
 from pdcore.sim.rank import Seat, SimRank
-from pdcore.sim.site import Site
+from pdcore.sim.site import QUARANTINE_S, Site
 from pdcore.sim.wire import WireClient
+from pdcore.transports.base import Revocation
 from pdcore.transports.loopback_fabric import Action, Choice
 from pdcore.types import Incarnation, Role
 
@@ -25,8 +26,10 @@ HOST: Final = "127.0.0.1"
 ROUTER: Final = Origin(HOST, 8000)
 GRACE_S: Final = 2.0
 PROBE_S: Final = 1.0
-#: Writes that outlive their handle or their process land within this, in seconds.
+#: Writes that outlive their handle or their process land within this, in seconds; those of the
+#: dead, where there is a quarantine for them, until shortly before its end.
 MAX_LATE_S: Final = 1.5
+MAX_DEAD_S: Final = QUARANTINE_S - 1.5
 #: One chunk of a write.
 MAX_STEP_S: Final = 0.004
 
@@ -191,8 +194,11 @@ class Cluster:
         key = action.sender, action.handle
         due_s = self._late.get(key)
         if due_s is None:
-            rng = self.site.rng
-            delay_s = rng.random() * MAX_LATE_S if rng.random() < 0.7 else 0.0
+            rng, writer = self.site.rng, self.lives.get(action.sender)
+            is_dead = writer is not None and writer.process.is_dead
+            has_period = self.site.plan.options.revocation is Revocation.QUARANTINE
+            longest_s = MAX_DEAD_S if has_period and is_dead else MAX_LATE_S
+            delay_s = rng.random() * longest_s if rng.random() < 0.7 else 0.0
             due_s = self._late[key] = self.site.loop.now_s + delay_s
         return due_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -44,7 +45,16 @@ class DecodeActor(Actor):
     by the lives that it names; none: refused), ``look`` (a second of quarantine passes),
     ``step`` and ``stepped`` (a decode step begins and ends)."""
 
-    __slots__ = ("_core", "answered", "batch", "fetching", "granted", "looks", "open_leases")
+    __slots__ = (
+        "_core",
+        "aged_looks",
+        "answered",
+        "batch",
+        "fetching",
+        "granted",
+        "looks",
+        "open_leases",
+    )
 
     def __init__(self, place: Place, life: int, shape: Shape) -> None:
         super().__init__(place, life, shape)
@@ -58,6 +68,8 @@ class DecodeActor(Actor):
         self.granted: dict[int, int] = {}
         self.answered: set[tuple[int, int]] = set()
         self.looks = 0
+        #: Of each lease: looks since no writer of it could post any more.
+        self.aged_looks: Counter[int] = Counter()
 
     @property
     def core(self) -> DecodeCore:
@@ -92,6 +104,8 @@ class DecodeActor(Actor):
                 core.handle_event(StepCompleted(batch.batch_id, output), NOW)
             case ("look",):
                 self.looks += 1
+                for record in self._aging():
+                    self.aged_looks[record.receiver.lease.counter] += 1
                 core.rooms.timers.disarm("quarantine", "clock")
                 core.rooms.age_quarantine(NOW + self.looks)
             case _:
@@ -143,13 +157,17 @@ class DecodeActor(Actor):
             yield Offer(("look",), "a second of quarantine passes", False, ("landed", self.aged()))
 
     def aged(self) -> tuple[int, ...]:
-        """Leases whose quarantine the next look counts down: the transport promises that by
-        its end nothing of them is on its way."""
-        return tuple(
-            record.receiver.lease.counter
+        """Leases whose declared period, as counted here, is over with the next look: the
+        transport promises that by then nothing of them is on its way."""
+        leases = (record.receiver.lease.counter for record in self._aging())
+        return tuple(n for n in leases if self.aged_looks[n] + 1 >= self.shape.quarantine_s)
+
+    def _aging(self) -> list[DecodeRecord]:
+        return [
+            record
             for record in self._core.rooms.records.values()
-            if record.aged_s is not None and record.receiver.quarantine_s > 0
-        )
+            if record.aged_s is not None and record.receiver.state is ReceiverState.DRAINING
+        ]
 
     def pinned(self) -> tuple[int, ...]:
         """Leases whose blocks are kept for their writers."""
@@ -203,7 +221,7 @@ class DecodeActor(Actor):
         return (
             record.key,
             _receiver_key(record.receiver),
-            record.aged_s is not None,
+            self.aged_looks[record.receiver.lease.counter] if record.aged_s is not None else -1,
             record.is_reported,
             record.is_stuck,
             record.seq.seq_id in self._core.blocks,

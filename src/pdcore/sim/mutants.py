@@ -27,7 +27,7 @@ from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRooms
 from pdcore.scheduler.lockstep import Voting
 from pdcore.scheduler.prefill_rooms import PrefillInbox
 from pdcore.scheduler.queues import Tombstone
-from pdcore.types import UNKNOWN_INCARNATION, Nonce, PeerRef
+from pdcore.types import UNKNOWN_INCARNATION, Incarnation, Nonce, PeerRef
 
 Inbox = TypeVar("Inbox", PrefillInbox, DecodeInbox)
 
@@ -242,6 +242,14 @@ def _never_done_while_draining(
     return asked
 
 
+def _last_proof_counts(receiver: Receiver, incarnation: Incarnation) -> Sequence[Effect]:
+    for target in receiver.targets.values():
+        if target.peer.incarnation == incarnation:
+            target.died = not target.over
+            target.over = target.cancel_answered = True
+    return ()
+
+
 def _anybody(rank: Rank, payload: RankRegistration) -> bool:
     return True
 
@@ -351,6 +359,11 @@ _MUTANTS: Final = (
         "min-over-states",
         "section 9: a group reduces lifecycle states, not votes",
         ((ReceiverFacts, "vote", _least_state(ReceiverFacts.vote)),),
+    ),
+    Mutant(
+        "short-period",
+        "decision 25: a second proof of a death is taken for the writer's own word (D3)",
+        ((Receiver, "record_fenced", _last_proof_counts),),
     ),
     Mutant(
         "replaced-comes-back",

@@ -45,8 +45,9 @@ class Outlive(enum.Enum):
     NO = "die with their process"
     #: They may land later; the transport reports when nothing of that life can any more.
     REPORTED = "outlive their process, the transport reports their end"
-    #: They may land later; nobody says when, but within the declared period.
-    UNREPORTED = "outlive their process and their handle, for less than the quarantine"
+    #: They may land later; nobody says when, but within the declared period. While the process
+    #: lives its handles say when nothing of them lands any more.
+    UNREPORTED = "outlive their process, for less than the quarantine"
 
 
 @attrs.frozen

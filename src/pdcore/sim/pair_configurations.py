@@ -28,6 +28,8 @@ INVARIANTS: Final = (
     "from every state the end can be reached without another fault",
 )
 
+#: Longer than blocks wait for writers that have acknowledged (decision 25), in looks of a second.
+QUARANTINE_S: Final = 3.0
 _ONE: Final = (Place("prefill0", False, "prefill"),)
 _TWO: Final = (
     Place("prefill0", False, "prefill", 0, 2),
@@ -118,7 +120,7 @@ _DEATHS: Final = tuple(
             False,
             ("no-incarnation", "restart-acks-for-predecessor"),
         ),
-        ("quarantine", Outlive.UNREPORTED, 1.0, False, ()),
+        ("quarantine", Outlive.UNREPORTED, QUARANTINE_S, False, ("short-period",)),
         ("receiver-enforced", Outlive.REPORTED, 0.0, True, ()),
     )
 )
@@ -268,7 +270,9 @@ PAIR_MIXES: Final[tuple[Configuration, ...]] = (
     _mix(
         "mix-quarantine",
         "as mix-elsewhere, where only time frees blocks",
-        Shape(_OTHER, (_FIRST, _ELSEWHERE), num_chunks=2, quarantine_s=1.0, num_entities=2),
+        Shape(
+            _OTHER, (_FIRST, _ELSEWHERE), num_chunks=2, quarantine_s=QUARANTINE_S, num_entities=2
+        ),
         Outlive.UNREPORTED,
     ),
 )

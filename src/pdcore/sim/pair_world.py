@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdcore.sim.actors import Connected, Offer, Write
+from pdcore.sim.actors import Connected, Offer
 from pdcore.sim.explore import Move
 from pdcore.sim.pair_book import Book, Local, Outlive, Step
 from pdcore.sim.places import life_of
@@ -288,9 +288,6 @@ class PairWorld:
             case ("over", bytes() as target):
                 if self._lives(state, target):
                     return
-            case ("may fail", Write() as write):
-                if self.rules.outlive is Outlive.UNREPORTED:
-                    late |= self.book.write_bit(write)
             case ("route", str() as bootstrap):
                 event = (*event, self._registered(state, bootstrap))
             case ("landed", tuple() as leases):

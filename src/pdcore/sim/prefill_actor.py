@@ -148,12 +148,10 @@ class PrefillActor(Actor):
         target = write.target
         if handle not in self.unsure:
             yield Offer(("ended", handle, "done"), f"{name} is done", False, ("lives", target))
-            needs = ("may fail", write)
-            yield Offer(("ended", handle, "failed"), f"{name} fails", True, needs)
+            yield Offer(("ended", handle, "failed"), f"{name} fails", True)
             yield Offer(("ended", handle, "unsure"), f"{name} fails, not quiesced", True)
         else:
-            needs = ("may fail", write)
-            yield Offer(("ended", handle, "failed"), f"{name} quiesces", False, needs)
+            yield Offer(("ended", handle, "failed"), f"{name} quiesces", False)
         yield Offer(
             ("ended", handle, "gone"), f"{name} ends with its target", False, ("over", target)
         )

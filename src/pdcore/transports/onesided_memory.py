@@ -35,11 +35,7 @@ class EngineMemory:
     def allocate(self, size_bytes: int) -> Region:
         """Aligned, and in pages of its own where the engine opens memory by pages."""
         limits = self._engine.limits
-        if CPU not in limits.device_kinds:
-            raise TransportError(
-                f"memory of this transport is that of a device ({', '.join(limits.device_kinds)}): "
-                "let the engine allocate it, and register it as a DeviceBuffer"
-            )
+        self._check_host()
         page = limits.target_page
         whole = zeroed_pages(-(-size_bytes // page) * page, max(page, limits.alignment))
         return self._add(whole[:size_bytes], whole.nbytes, target=True)
@@ -48,6 +44,7 @@ class EngineMemory:
         """A target unless it is read-only, or shares pages that the engine would open."""
         page = self._engine.limits.target_page
         if isinstance(buffer, memoryview):
+            self._check_host()
             target = not buffer.readonly and (page == 1 or _is_whole(buffer, page))
             return self._add(buffer, buffer.nbytes, target=target)
         if self._engine.limits.device_kinds == (CPU,):
@@ -55,6 +52,14 @@ class EngineMemory:
         is_whole = buffer.address % page == 0 and buffer.size_bytes % page == 0
         region = self._regions.add_device(buffer, target=is_whole and not buffer.readonly)
         return self._enter(region, buffer.size_bytes)
+
+    def _check_host(self) -> None:
+        kinds = self._engine.limits.device_kinds
+        if CPU not in kinds:
+            raise TransportError(
+                f"memory of this transport is that of a device ({', '.join(kinds)}): let the "
+                "engine allocate it, and register it as a DeviceBuffer"
+            )
 
     def remove(self, region: Region) -> tuple[int, int]:
         """It is a region no more; where the engine still knows it, and how many bytes."""

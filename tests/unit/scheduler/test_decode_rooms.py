@@ -277,6 +277,20 @@ def test_a_dead_writer_starts_the_quarantine_once() -> None:
     assert core.blocks.ledger()["full"].free == 63
 
 
+@pytest.mark.parametrize("num_proofs", [1, 2, 3])
+def test_proofs_of_a_death_are_no_word_of_the_dead(num_proofs: int) -> None:
+    """Decision 25: nor are several in one look, from the transport and from the successor."""
+    core = make_decode(quarantine_s=60.0)
+    request, record = draining(core)
+    core.handle_event(PeerLost(PREFILL.incarnation, False, "killed"), 5.0)
+    for _ in range(num_proofs - 1):
+        ask(core, Stale(request.key, PREFILL.incarnation), REBORN, 5.1)
+    for now in range(6, 60):
+        let_pass(core, float(now))
+    assert record.receiver.state is ReceiverState.DRAINING
+    assert core.blocks.ledger()["full"].quarantined == 3
+
+
 def test_without_a_quarantine_period_an_unfenced_death_keeps_the_blocks() -> None:
     """Rule 2: only a fence ends it; it comes from the transport."""
     core = make_decode(CoreLimits(drain_timeout_s=10.0))
