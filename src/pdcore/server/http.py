@@ -119,16 +119,16 @@ def bounded_send(send: Send, remaining_s: float) -> Send:
     """``send`` that waits for a slow client until the request's time is over, and raises
     ClientGone then: a client that stops reading may not hold its handler for ever. What is
     sent later, such as an error event, has :data:`LAST_SEND_S` to leave."""
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + remaining_s
+    until_s = asyncio.get_running_loop().time() + remaining_s
 
-    async def bounded(message: Message) -> None:
-        try:
-            await Within(max(until_s, loop.time() + LAST_SEND_S), send(message))
-        except TimeoutError:
-            raise ClientGone("the client does not read its answer") from None
+    def bounded(message: Message) -> Within[None]:
+        return Within(until_s, send(message), at_least_s=LAST_SEND_S, late=_unread)
 
     return bounded
+
+
+def _unread() -> ClientGone:
+    return ClientGone("the client does not read its answer")
 
 
 async def disconnected(receive: Receive) -> None:

@@ -73,7 +73,7 @@ class LegEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = self._clock.monotonic()
         status = 499
-        self._metrics.in_flight.inc()
+        self._metrics.in_flight += 1
         try:
             with self._gate:
                 status = await self._serve(scope, receive, send)
@@ -84,7 +84,7 @@ class LegEndpoint:
             status = why.http_status
             await respond_failure(send, why, param)
         finally:
-            self._metrics.in_flight.dec()
+            self._metrics.in_flight -= 1
             elapsed_s = self._clock.monotonic() - start_s
             self._metrics.finished(self._endpoint.value, status, elapsed_s)
 

@@ -73,7 +73,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-        self.in_flight = Gauge(f"{prefix}_in_flight", "Not yet finished.", registry=self._registry)
+        #: Requests that have begun and not ended.
+        self.in_flight = 0
+        gauge = Gauge(f"{prefix}_in_flight", "Not yet finished.", registry=self._registry)
+        gauge.set_function(lambda: self.in_flight)
         self._children: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
 

@@ -163,7 +163,7 @@ class RouterEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = self._clock.monotonic()
         status = 499
-        self._metrics.in_flight.inc()
+        self._metrics.in_flight += 1
         try:
             with self._gate:
                 status = await self._serve(scope, receive, send, start_s)
@@ -174,7 +174,7 @@ class RouterEndpoint:
             status = why.http_status
             await respond_failure(send, why, param)
         finally:
-            self._metrics.in_flight.dec()
+            self._metrics.in_flight -= 1
             self._metrics.finished(self._path, status, self._clock.monotonic() - start_s)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, start_s: float) -> int:

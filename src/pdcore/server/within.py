@@ -8,7 +8,7 @@ is something to wait for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -16,15 +16,24 @@ T = TypeVar("T")
 
 
 class Within(Generic[T]):
-    """``await Within(when_s, awaitable)``: what it gives, or TimeoutError at that moment of the
-    running loop's clock. A cancellation by somebody else passes. What is ready at once is not
-    late, whatever the clock says."""
+    """``await Within(when_s, awaitable)``: what it gives, or ``late()`` raised at that moment of
+    the running loop's clock, but ``at_least_s`` after the wait began. A cancellation by somebody
+    else passes. What is ready at once is not late, whatever the clock says."""
 
-    __slots__ = ("_awaitable", "_is_late", "_when_s")
+    __slots__ = ("_at_least_s", "_awaitable", "_is_late", "_late", "_when_s")
 
-    def __init__(self, when_s: float, awaitable: Awaitable[T]) -> None:
+    def __init__(
+        self,
+        when_s: float,
+        awaitable: Awaitable[T],
+        *,
+        at_least_s: float = 0.0,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> None:
         self._when_s = when_s
         self._awaitable = awaitable
+        self._at_least_s = at_least_s
+        self._late = late
         self._is_late = False
 
     def __await__(self) -> Generator[object, object, T]:
@@ -45,13 +54,14 @@ class Within(Generic[T]):
             inner.close()
             raise RuntimeError("a time limit needs a task that it can cancel")
         cancelling = task.cancelling()
-        timer = loop.call_at(self._when_s, self._expire, task)
+        when_s = max(self._when_s, loop.time() + self._at_least_s)
+        timer = loop.call_at(when_s, self._expire, task)
         try:
             return (yield from _Begun(waits_for, inner))
         except asyncio.CancelledError as error:
             # The same rule as asyncio.Timeout: only a cancellation that is ours alone counts.
             if self._settle(task, cancelling):
-                raise TimeoutError from error
+                raise self._late() from error
             raise
         finally:
             timer.cancel()

@@ -13,7 +13,6 @@ the order inside each, which is all that an operating system promises.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Executor
@@ -119,7 +118,7 @@ class _Calls(asyncio.BaseEventLoop):
         #: What is ready, in the order of becoming so.
         self._queue: list[_Call] = []
         self._timers: list[tuple[float, int, _Call]] = []
-        self._count = itertools.count()
+        self._num_timers = 0
         #: What asyncio would log: exceptions that nobody took, with the process's name.
         self.errors: list[str] = []
         #: All tasks since the last look at them, and whose they are.
@@ -170,7 +169,8 @@ class _Calls(asyncio.BaseEventLoop):
         call.function, call.parameters, call.when_s = callback, args, when
         call.place = place = copy_context() if context is None else context
         call.process = place.get(PROCESS)
-        heappush(self._timers, (when, next(self._count), call))
+        self._num_timers += 1  # what is due at the same time happens in the order of creation
+        heappush(self._timers, (when, self._num_timers, call))
         return call
 
     def create_future(self) -> asyncio.Future[object]:

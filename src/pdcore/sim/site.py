@@ -30,8 +30,6 @@ START_S: Final = 1000.0
 UNIX_OFFSET_S: Final = 1_800_000_000.0
 #: Frames of the control network when nothing is wrong, in seconds.
 CALM: Final = FaultPlan(min_delay_s=0.0002, max_delay_s=0.001)
-#: Lines of a trace that are hashed at once.
-HASHED_LINES: Final = 256
 #: One chunk of a write; a block of the simulated model has 128 bytes.
 CHUNK_BYTES: Final = 256
 #: Milliseconds as on a GPU: requests overlap, and nothing takes longer than a fault.
@@ -86,30 +84,18 @@ class SimClock:
 
 
 class Trace:
-    """A running hash of everything that happened, and the lines of it where wanted. Each
-    begins with the virtual seconds since the world began, as violations do."""
+    """Everything that happened, a line each, which begins with the virtual seconds since the
+    world began, as violations do."""
 
-    def __init__(self, loop: SimLoop, *, is_kept: bool = False) -> None:
+    def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._fresh: list[str] = []
-        self.lines: list[str] | None = [] if is_kept else None
+        self.lines: list[str] = []
 
     def __call__(self, what: str, detail: str) -> None:
-        line = f"{self._loop.now_s - START_S:.6f} {what} {detail}"
-        self._fresh.append(line)
-        if len(self._fresh) >= HASHED_LINES:
-            self._hash_fresh()
-        if self.lines is not None:
-            self.lines.append(line)
+        self.lines.append(f"{self._loop.now_s - START_S:.6f} {what} {detail}")
 
     def digest(self) -> str:
-        self._hash_fresh()
-        return self._hash.hexdigest()
-
-    def _hash_fresh(self) -> None:
-        self._hash.update("".join(self._fresh).encode())
-        self._fresh.clear()
+        return hashlib.blake2b("".join(self.lines).encode(), digest_size=16).hexdigest()
 
 
 def _simulated(sleep: Callable[[float], None], model: SimulatedConfig) -> ModelRunner:
@@ -193,12 +179,12 @@ class Site:
         return 0.0001 + self.rng.random() * 0.0005
 
 
-def make_site(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False) -> Site:
+def make_site(plan: Plan, parts: Parts | None = None) -> Site:
     rng = random.Random(f"pdcore site {plan.seed}")
     shuffle = random.Random(rng.getrandbits(64)) if plan.options.is_shuffled else None
     loop = SimLoop(shuffle, start_s=START_S)
     clock = SimClock(loop)
-    trace = Trace(loop, is_kept=is_traced)
+    trace = Trace(loop)
     wire = Wire(loop, lambda: 0.0002 + rng.random() * 0.0015, trace)
     network = MemoryNetwork(clock, CALM, seed=rng.getrandbits(64), manual=True)
     fabric = LoopbackFabric(stepped=True, chunk_bytes=CHUNK_BYTES)

@@ -65,7 +65,7 @@ def run_world(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False
     """Deterministic: the same plan gives the same result, in any process. ``parts``: what is
     not the product's own in it."""
     started_s = time.process_time()
-    site = make_site(plan, parts, is_traced=is_traced)
+    site = make_site(plan, parts)
     cluster = Cluster(site)
     life = _Life(cluster, plan)
     caught = _Caught()
@@ -92,7 +92,7 @@ def run_world(plan: Plan, parts: Parts | None = None, *, is_traced: bool = False
         faults=dict(sorted(site.faults.items())),
         violations=site.violations[:MAX_VIOLATIONS],
         outcomes=dict(sorted(counts.items())),
-        trace=site.trace.lines,
+        trace=site.trace.lines if is_traced else None,
     )
 
 

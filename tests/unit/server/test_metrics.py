@@ -19,7 +19,7 @@ def test_counters_histograms_and_samples_are_rendered() -> None:
         Sample("pdcore_worker", {"rank": "1", "name": "steps"}, 4.0),
     ]
     metrics = Metrics("pdcore_instance", lambda: samples)
-    metrics.in_flight.inc()
+    metrics.in_flight += 1
     metrics.first_token(0.2)
     metrics.finished("/generate", 200, 0.5)
     metrics.finished("/generate", 200, 0.5)

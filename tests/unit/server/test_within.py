@@ -47,6 +47,17 @@ def test_what_is_ready_at_once_makes_no_timer() -> None:
     assert Loop(start_s=0.0).run(main()) == 7
 
 
+def test_a_wait_that_begins_late_still_has_its_least_time_and_raises_what_was_asked_for() -> None:
+    async def main() -> float:
+        limit = now_s() - 1.0
+        await Within(limit, pass_time(2.0), at_least_s=3.0, late=ConnectionError)
+        with pytest.raises(ConnectionError):
+            await Within(limit, pass_time(10.0), at_least_s=3.0, late=ConnectionError)
+        return now_s()
+
+    assert SimLoop(start_s=0.0).run(main()) == 5.0
+
+
 def test_what_is_late_is_a_timeout_and_no_cancellation() -> None:
     async def main() -> tuple[float, int]:
         with pytest.raises(TimeoutError):

@@ -15,7 +15,7 @@ def test_clocks_follow_virtual_time_and_may_differ() -> None:
 
 def test_a_trace_is_a_hash_of_what_happened_and_when() -> None:
     site = make_site(make_plan(0))
-    one, other = Trace(site.loop), Trace(site.loop, is_kept=True)
+    one, other = Trace(site.loop), Trace(site.loop)
     for trace in (one, other):
         trace("what", "detail")
     assert one.digest() == other.digest()
