@@ -229,7 +229,8 @@ def lease_ranges(
 
     Raises IncompatibleError for a missing manager key or an id outside the pool.
     """
-    for key in spec.block_sizes:
+    keys = spec.block_sizes.keys()
+    for key in keys:
         if key not in block_ids:
             raise IncompatibleError(f"block ids: none for manager key {key!r}")
     extents = _extents(placement, spec)
@@ -237,7 +238,7 @@ def lease_ranges(
         return _merge(placement, spec, block_ids)
     # Once per key: a run of blocks is a run of bytes in each entry. It never touches one of the
     # next entry, which begins with the null block.
-    runs = {key: _runs(key, block_ids[key], placement.num_blocks) for key in spec.block_sizes}
+    runs = {key: _runs(key, block_ids[key], placement.num_blocks) for key in keys}
     ranges: dict[int, Int64Array] = {}
     for region, by_key in extents.items():
         parts = [(first + runs[key] * stride).reshape(-1, 2) for key, first, stride in by_key]

@@ -19,7 +19,6 @@ import attrs
 
 from pdcore.clock import Clock
 from pdcore.control.messages import (
-    Aborted,
     Accepted,
     Finished,
     Stop,
@@ -185,6 +184,14 @@ class Dispatcher:
         """One message of a worker. What fits no request is counted and changes nothing."""
         if isinstance(message, Tokens):
             self.counters["late_results"] += _add_tokens(self._pending, rank, message)
+        elif isinstance(message, Accepted | Finished):
+            pending = self._pending.get(message.key)
+            if pending is None or pending.to_rank != rank:
+                self.counters["late_results"] += 1
+            elif isinstance(message, Finished):
+                self._finish(pending, _from_worker(message))
+            else:
+                pending.accept()
         elif isinstance(message, WorkerHealth):
             self.workers.report(message, self._clock.monotonic())
         elif isinstance(message, WorkerReady):
@@ -192,16 +199,8 @@ class Dispatcher:
                 self._carry_out(self.workers.add(message, self._clock.monotonic()))
             except ValueError:
                 self.counters["foreign_workers"] += 1
-        elif isinstance(message, Aborted):
-            self._aborts.resolve(message.key, message.applied)
         else:
-            pending = self._pending.get(message.key)
-            if pending is None or pending.to_rank != rank:
-                self.counters["late_results"] += 1
-            elif isinstance(message, Accepted):
-                pending.accept()
-            else:
-                self._finish(pending, _from_worker(message))
+            self._aborts.resolve(message.key, message.applied)
 
     def on_lost(self, rank: int, detail: str) -> None:
         """A worker process is gone: fail what its group had, become unhealthy (D45)."""

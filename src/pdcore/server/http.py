@@ -182,19 +182,19 @@ def json_response(body: object, status: int = 200) -> Response:
 
 
 class ShortWay:
-    """Middleware for endpoints that are raw ASGI, by path, and answer their own errors. A POST
-    to one of them goes there at once: Starlette looks at every route for each request and puts
-    two coroutines around each message of the answer. All else goes on to ``app``, and so does
-    what is asked of an app that is mounted somewhere."""
+    """Middleware for endpoints that are raw ASGI, by method and path, and answer their own
+    errors. What asks for one of them goes there at once: Starlette looks at every route for each
+    request and puts two coroutines around each message of the answer. All else goes on to
+    ``app``, and so does what is asked of an app that is mounted somewhere."""
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], ASGIApp]) -> None:
         self._app = app
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
-            app = self._endpoints.get(scope["path"], app)
+        if scope["type"] == "http" and not scope.get("root_path"):
+            app = self._endpoints.get((scope["method"], scope["path"]), app)
         await app(scope, receive, send)
 
 

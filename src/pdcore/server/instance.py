@@ -92,14 +92,14 @@ def create_instance_app(
     """The ASGI app of one leader. The caller feeds ``dispatcher`` from the link."""
     metrics = Metrics("pdcore_instance", lambda: _samples(dispatcher))
     pages = _Pages(options, text, dispatcher, metrics, clock)
-    endpoints: dict[str, ASGIApp] = {
-        one.value: LegEndpoint(one, options.leg, text, dispatcher, clock, metrics)
+    endpoints: dict[tuple[str, str], ASGIApp] = {
+        ("POST", one.value): LegEndpoint(one, options.leg, text, dispatcher, clock, metrics)
         for one in Endpoint
     }
-    endpoints["/cancel"] = _Cancel(dispatcher)
+    endpoints["POST", "/cancel"] = _Cancel(dispatcher)
+    endpoints["GET", "/health"] = _Health(options, text, dispatcher)
     routes = [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
-        Route("/health", pages.health),
+        *(Route(path, app, methods=[method]) for (method, path), app in endpoints.items()),
         Route("/v1/models", pages.models),
         Route("/stats", pages.stats),
         Route("/metrics", pages.metrics),
@@ -165,6 +165,31 @@ class _Cancel:
             await respond(send, 200, msgspec.json.encode(outcome._asdict()))
 
 
+class _Health:
+    """GET /health, raw ASGI: every router asks every second."""
+
+    def __init__(self, options: InstanceOptions, text: TextModel, dispatcher: Dispatcher) -> None:
+        self._options = options
+        self._model = text.name
+        self._workers = dispatcher.workers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        workers, leg = self._workers, self._options.leg
+        state = workers.state
+        body = {
+            "status": STATUS[state],
+            "disaggregation_mode": leg.role.name,
+            "instance": leg.instance,
+            "dp_size": workers.dp_size,
+            "bootstrap": self._options.bootstrap or None,
+            "model": self._model,
+            "problems": workers.problems(),
+            "refused_peers": refused_peers(workers),
+        }
+        is_ready = state is InstanceState.READY
+        await respond(send, 200 if is_ready else 503, msgspec.json.encode(body))
+
+
 class _Pages:
     """What is asked rarely: plain Starlette endpoints."""
 
@@ -181,23 +206,6 @@ class _Pages:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._created_s = int(clock.unix())
-
-    async def health(self, request: Request) -> Response:
-        workers = self._dispatcher.workers
-        state = workers.state
-        leg = self._options.leg
-        body = {
-            "status": STATUS[state],
-            "disaggregation_mode": leg.role.name,
-            "instance": leg.instance,
-            "dp_size": workers.dp_size,
-            "bootstrap": self._options.bootstrap or None,
-            "model": self._text.name,
-            "problems": workers.problems(),
-            "refused_peers": refused_peers(workers),
-        }
-        is_ready = state is InstanceState.READY
-        return json_response(body, 200 if is_ready else 503)
 
     async def models(self, request: Request) -> Response:
         limits = self._dispatcher.workers.limits()

@@ -118,12 +118,14 @@ def create_router_app(
             if client is None:
                 await used.aclose()
 
-    endpoints: dict[str, ASGIApp] = {
-        one.value: RouterEndpoint(one, shell, prober, clock, metrics, gate, max_body_bytes)
+    endpoints: dict[tuple[str, str], ASGIApp] = {
+        ("POST", one.value): RouterEndpoint(
+            one, shell, prober, clock, metrics, gate, max_body_bytes
+        )
         for one in Endpoint
     }
     routes = [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+        *(Route(path, app, methods=[method]) for (method, path), app in endpoints.items()),
         Route("/health", pages.health),
         Route("/v1/models", pages.models),
         Route("/stats", pages.stats),

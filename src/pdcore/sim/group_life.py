@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pdcore.control.codec import encode_link
 from pdcore.sim.group_links import GroupLinks
 from pdcore.sim.leader import SimLeader
 from pdcore.sim.loop import Process
@@ -45,7 +46,7 @@ def _spawn(
             site,
             seat,
             process,
-            lambda data: leader.link.from_worker(index, rank.incarnation, data),
+            lambda message: leader.link.from_worker(index, rank.incarnation, encode_link(message)),
             on_stepped,
             index,
             links,

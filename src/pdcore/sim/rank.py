@@ -14,9 +14,9 @@ import attrs
 
 from pdcore.assembly import WorkerOptions, build_worker
 from pdcore.control.bootstrap_client import BootstrapClient, CallReply, Registrar
-from pdcore.control.codec import decode_leader_message, encode_link
+from pdcore.control.codec import decode_leader_message
 from pdcore.control.memory import MemoryChannel
-from pdcore.control.messages import WorkerReady
+from pdcore.control.messages import WorkerMessage, WorkerReady
 from pdcore.kv.plan import WriteBatch
 from pdcore.local import LocalPort
 from pdcore.scheduler.decode import DecodeCore
@@ -142,7 +142,7 @@ class SimRank:
         site: Site,
         seat: Seat,
         process: Process,
-        to_leader: Callable[[bytes], None],
+        to_leader: Callable[[WorkerMessage], None],
         on_stepped: Callable[[SimRank], None],
         index: int,
         links: GroupLinks,
@@ -159,7 +159,7 @@ class SimRank:
         self._on_stepped = on_stepped
         self._pace = _Pace()
         self.has_ended = False
-        self.port = LocalPort(lambda message: to_leader(encode_link(message)))
+        self.port = LocalPort(to_leader)
         revocation = site.plan.options.revocation
         self.transport = SimTransport(
             self.incarnation, site.fabric, revocation=revocation, address=name

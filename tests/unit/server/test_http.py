@@ -188,7 +188,7 @@ def test_a_peers_words_reach_a_client_as_one_clean_line_of_bounded_length() -> N
     assert http.clean("as it is, \u00e9\u4e2d") == "as it is, \u00e9\u4e2d"
 
 
-def test_a_post_to_a_known_path_takes_the_short_way_and_nothing_else_does() -> None:
+def test_a_known_method_and_path_take_the_short_way_and_nothing_else_does() -> None:
     """Not another method (405 is Starlette's), not another path, not a lifespan, and nothing
     of an app that is mounted, whose paths begin elsewhere."""
     went: list[str] = []
@@ -199,7 +199,7 @@ def test_a_post_to_a_known_path_takes_the_short_way_and_nothing_else_does() -> N
 
         return app
 
-    short = ShortWay(named("long"), {"/cancel": named("short")})
+    short = ShortWay(named("long"), {("POST", "/cancel"): named("short")})
 
     async def receive() -> Message:
         raise AssertionError("nobody asks")
