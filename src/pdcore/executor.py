@@ -119,11 +119,11 @@ class Executor:
         frames: dict[PeerRef, list[PeerMessage]] = {}
         events: list[Event] = []
         for effect in effects:
-            if isinstance(effect, SendMessage):
-                frames.setdefault(effect.to, []).append(effect.message)
-            elif isinstance(effect, ReduceVotes):
+            if isinstance(effect, ReduceVotes):
                 if (reduced := self.consensus.reduce(effect)) is not None:
                     events.append(reduced)
+            elif isinstance(effect, SendMessage):
+                frames.setdefault(effect.to, []).append(effect.message)
             elif (report := to_leader(effect)) is not None:
                 self.send(report)
             else:
@@ -161,37 +161,36 @@ class Executor:
     # --- inside -------------------------------------------------------------------------
 
     def _carry_out(self, effect: Effect) -> list[Event]:
-        match effect:
-            case PostTransfer():
-                if effect.sums is None:
-                    return self._post(effect, None)
-                self.summing.take(effect, effect.sums)
-            case ConnectPeer():
-                return self._open(effect)
-            case CancelTransfer():
-                if self.summing.cancel(effect.handle):
-                    why = failure("transfer_failed", "cancelled before anything was written")
-                    return [HandleEnded(effect.handle, True, why)]
-                if (handle := self._handles.posted.get(effect.handle)) is not None:
-                    self.transport.cancel(handle)
-            case GrantLease():
-                self.transport.grant(RemoteLease(effect.lease, effect.ranges))
-            case RevokeLease():
-                if self.transport.revoke(effect.lease):
-                    return [LeaseRevoked(effect.lease)]
-            case ReleaseLease():
-                self.transport.release(effect.lease)
-            case FetchTopology():
-                self._fetch(effect.bootstrap)
-            case VerifyBlocks():
-                self.summing.verify(effect)
-            case FencePeer():
-                return self._fence(effect.peer)
-            case ForgetPeer():
-                self.channel.forget(effect.peer.address)
-                self._disconnect(effect.peer.incarnation)
-            case _:
-                raise TypeError(f"no one carries out {type(effect).__name__}")
+        if isinstance(effect, PostTransfer):
+            if effect.sums is None:
+                return self._post(effect, None)
+            self.summing.take(effect, effect.sums)
+        elif isinstance(effect, ConnectPeer):
+            return self._open(effect)
+        elif isinstance(effect, CancelTransfer):
+            if self.summing.cancel(effect.handle):
+                why = failure("transfer_failed", "cancelled before anything was written")
+                return [HandleEnded(effect.handle, True, why)]
+            if (handle := self._handles.posted.get(effect.handle)) is not None:
+                self.transport.cancel(handle)
+        elif isinstance(effect, GrantLease):
+            self.transport.grant(RemoteLease(effect.lease, effect.ranges))
+        elif isinstance(effect, RevokeLease):
+            if self.transport.revoke(effect.lease):
+                return [LeaseRevoked(effect.lease)]
+        elif isinstance(effect, ReleaseLease):
+            self.transport.release(effect.lease)
+        elif isinstance(effect, FetchTopology):
+            self._fetch(effect.bootstrap)
+        elif isinstance(effect, VerifyBlocks):
+            self.summing.verify(effect)
+        elif isinstance(effect, FencePeer):
+            return self._fence(effect.peer)
+        elif isinstance(effect, ForgetPeer):
+            self.channel.forget(effect.peer.address)
+            self._disconnect(effect.peer.incarnation)
+        else:
+            raise TypeError(f"no one carries out {type(effect).__name__}")
         return []
 
     def _fetch(self, bootstrap: str) -> None:
@@ -382,19 +381,17 @@ class _Unreachable:
 
 def to_leader(effect: Effect) -> WorkerMessage | None:
     """The message to the leader that this effect is, or None."""
-    match effect:
-        case ReportTokens():
-            return Tokens(effect.keys, list(effect.token_ids), effect.logprobs)
-        case ReportAccepted():
-            return Accepted(effect.key)
-        case ReportFinished():
-            return Finished(
-                effect.key,
-                effect.reason.value,
-                effect.failure,
-                effect.prompt_tokens,
-                effect.completion_tokens,
-                effect.timeline,
-            )
-        case _:
-            return None
+    if isinstance(effect, ReportTokens):
+        return Tokens(effect.keys, list(effect.token_ids), effect.logprobs)
+    if isinstance(effect, ReportAccepted):
+        return Accepted(effect.key)
+    if isinstance(effect, ReportFinished):
+        return Finished(
+            effect.key,
+            effect.reason.value,
+            effect.failure,
+            effect.prompt_tokens,
+            effect.completion_tokens,
+            effect.timeline,
+        )
+    return None

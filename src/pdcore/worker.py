@@ -215,25 +215,24 @@ class Worker:
             self.core.handle_event(MessageReceived(sender, frame.to_incarnation, message), now)
 
     def _handle_leader(self, message: LeaderMessage, now: float) -> None:
-        match message:
-            case Submit():
-                reason = self._submit(message, now)
-                if reason is not None and message.key in self.core.live_keys():
-                    # A repeated Submit: the dispatch it repeats will have its own result.
-                    log.warning("ignored a repeated submit of %s", message.key)
-                elif reason is not None:
-                    finished = Finished(message.key, "error", reason, 0, 0, {})
-                    self.ports.leader.send(finished)
-                    if reason.code != "room_in_use":
-                        self.core.handle_event(RequestRefused(message.key, reason), now)
-            case Abort():
-                why = failure("cancelled", message.reason)
-                applied = self.core.abort(
-                    message.key, why, now, unless_received=message.unless_received
-                )
-                self.ports.leader.send(Aborted(message.key, applied))
-            case Stop():
-                self._drain_until_s = now + message.drain_s
+        if isinstance(message, Submit):
+            reason = self._submit(message, now)
+            if reason is not None and message.key in self.core.live_keys():
+                # A repeated Submit: the dispatch it repeats will have its own result.
+                log.warning("ignored a repeated submit of %s", message.key)
+            elif reason is not None:
+                finished = Finished(message.key, "error", reason, 0, 0, {})
+                self.ports.leader.send(finished)
+                if reason.code != "room_in_use":
+                    self.core.handle_event(RequestRefused(message.key, reason), now)
+        elif isinstance(message, Abort):
+            why = failure("cancelled", message.reason)
+            applied = self.core.abort(
+                message.key, why, now, unless_received=message.unless_received
+            )
+            self.ports.leader.send(Aborted(message.key, applied))
+        elif isinstance(message, Stop):
+            self._drain_until_s = now + message.drain_s
 
     def _submit(self, message: Submit, now: float) -> Failure | None:
         """Why the request was not taken, or None. Every caller's mistake has its answer."""
@@ -258,14 +257,15 @@ class Worker:
     def _settle(self, now: float) -> bool:
         """Tick and carry out effects until nothing changes any more, bounded. False: the
         bound was met first, and the next iteration must follow at once."""
+        core, executor = self.core, self.executor
         for _ in range(MAX_TICKS):
-            if self.core.wants_tick:
-                self.core.tick(now)
-            effects = self.core.poll_effects()
+            if core.wants_tick:
+                core.tick(now)
+            effects = core.poll_effects()
             if not effects:
                 return True
-            for event in self.executor.execute(effects, now):
-                self.core.handle_event(event, now)
+            for event in executor.execute(effects, now):
+                core.handle_event(event, now)
         return False
 
     def _run_batch(self, batch: Batch) -> None:

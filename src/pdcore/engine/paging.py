@@ -85,7 +85,7 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
     write outside its pool: a position beyond max_model_len, a short block table, a block
     id out of range or the null block (R93), a token id outside the vocabulary.
     """
-    vocab = limits.vocab_size
+    vocab, size = limits.vocab_size, limits.block_size
     if batch.input_ids and (min(batch.input_ids) < 0 or max(batch.input_ids) >= vocab):
         for i, start, end in batch.spans():
             for token in batch.input_ids[start:end]:
@@ -96,8 +96,8 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
                     )
     ids: list[int] = []
     ends: list[int] = []
-    for i, num_new in enumerate(batch.query_lens):
-        computed = batch.num_computed_tokens[i]
+    lengths = zip(batch.query_lens, batch.num_computed_tokens, strict=True)
+    for i, (num_new, computed) in enumerate(lengths):
         if num_new < 1 or computed < 0:
             raise EngineError(
                 f"sequence {batch.seq_ids[i]}: {num_new} new tokens after {computed} computed "
@@ -111,13 +111,12 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
     blocks = np.array(ids, np.int64)
     if np.minimum.reduce(blocks) < 1 or np.maximum.reduce(blocks) >= limits.num_blocks:
         _refuse_ids(batch, ends, limits)
-    offsets = np.arange(limits.block_size, dtype=np.int64)
-    rows = (blocks[:, None] * limits.block_stride + offsets).reshape(-1)
+    rows = (blocks[:, None] * limits.block_stride + np.arange(size, dtype=np.int64)).reshape(-1)
     slots: list[Int64Array] = []
     at = 0
     for end in ends:
         slots.append(rows[at : at + end])
-        at += -(-end // limits.block_size) * limits.block_size
+        at += -(-end // size) * size
     return slots
 
 

@@ -24,17 +24,16 @@ from pdcore.fsm.targets import Admission
 
 def commit_sender(sender: Sender, outcome: int) -> Sequence[Effect] | None:
     """Apply the group's outcome; None: it moves nothing (or the entity is over)."""
-    match sender.state:
-        case SenderState.DONE | SenderState.FAILED:
-            return None
-        case SenderState.DRAINING:
-            return sender.quiesced() if outcome == QUIESCED else None
-        case _ if outcome == FAILED:
-            return sender.failed()
-        case SenderState.TRANSFERRING:
-            return sender.completed() if outcome == LOCALLY_DONE else None
-        case _:
-            return sender.advanced() if outcome == READY else None
+    state = sender.state
+    if state is SenderState.DONE or state is SenderState.FAILED:
+        return None
+    if state is SenderState.DRAINING:
+        return sender.quiesced() if outcome == QUIESCED else None
+    if outcome == FAILED:
+        return sender.failed()
+    if state is SenderState.TRANSFERRING:
+        return sender.completed() if outcome == LOCALLY_DONE else None
+    return sender.advanced() if outcome == READY else None
 
 
 def commit_receiver(
@@ -42,19 +41,18 @@ def commit_receiver(
 ) -> Sequence[Effect] | None:
     """As :func:`commit_sender`. ``admit`` takes blocks and a slot for a room that waits; None
     from it: this rank lost its promise since it voted, and nothing moves."""
-    match receiver.state:
-        case ReceiverState.DONE | ReceiverState.FAILED:
-            return None
-        case ReceiverState.DRAINING:
-            return receiver.quiesced() if outcome == QUIESCED else None
-        case _ if outcome == FAILED:
-            return receiver.failed()
-        case ReceiverState.TRANSFERRING:
-            return receiver.completed() if outcome == LOCALLY_DONE else None
-        case ReceiverState.WAITING_FOR_INPUT if outcome == READY:
-            admission = admit()
-            return None if admission is None else receiver.advanced(admission)
-        case ReceiverState.BOOTSTRAPPING if outcome == READY:
-            return receiver.advanced(None)
-        case _:
-            return None
+    state = receiver.state
+    if state is ReceiverState.DONE or state is ReceiverState.FAILED:
+        return None
+    if state is ReceiverState.DRAINING:
+        return receiver.quiesced() if outcome == QUIESCED else None
+    if outcome == FAILED:
+        return receiver.failed()
+    if state is ReceiverState.TRANSFERRING:
+        return receiver.completed() if outcome == LOCALLY_DONE else None
+    if outcome != READY:
+        return None
+    if state is ReceiverState.BOOTSTRAPPING:
+        return receiver.advanced(None)
+    admission = admit()
+    return None if admission is None else receiver.advanced(admission)

@@ -170,24 +170,23 @@ class DecodeInbox:
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
-        match message:
-            case Claim():
-                self._claim(ClaimFrom(peer, message), now)
-            case Status():
-                self._status(StatusFrom(peer, message), now)
-            case CancelAck():
-                record = self.rooms.records.get(message.key)
-                if record is not None:
-                    acked = record.receiver.cancel_acked(CancelAckFrom(peer, message))
-                    self.rooms.emit(record, acked, now)
-            case Stale():
-                self._restarted(peer, message, now)
-            case Heartbeat():
-                self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
-            case HeartbeatAck():
-                self._alive(peer, message, now)
-            case _:
-                self.num_ignored += 1
+        if isinstance(message, Status):
+            self._status(StatusFrom(peer, message), now)
+        elif isinstance(message, Claim):
+            self._claim(ClaimFrom(peer, message), now)
+        elif isinstance(message, CancelAck):
+            record = self.rooms.records.get(message.key)
+            if record is not None:
+                acked = record.receiver.cancel_acked(CancelAckFrom(peer, message))
+                self.rooms.emit(record, acked, now)
+        elif isinstance(message, Stale):
+            self._restarted(peer, message, now)
+        elif isinstance(message, Heartbeat):
+            self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+        elif isinstance(message, HeartbeatAck):
+            self._alive(peer, message, now)
+        else:
+            self.num_ignored += 1
 
     def revoke(self, event: LeaseRevoked, now: float) -> None:
         for record in list(self.rooms.records.values()):

@@ -227,29 +227,26 @@ class PrefillInbox:
         if event.to_incarnation not in (b"", self.me.incarnation):
             self._answer_stale(peer, event.to_incarnation, message)
             return
-        match message:
-            case Handshake():
-                self._handshake(HandshakeFrom(peer, message), now)
-            case Cancel():
-                self._cancel(CancelFrom(peer, message), now)
-            case Grant():
-                self._to_sender(message, now)
-            case Refuse():
-                self._to_sender(message, now)
-            case StatusAck():
-                record = self.rooms.records.get(message.key)
-                if record is not None:
-                    acked = record.sender.status_acked(StatusAckFrom(peer, message))
-                    self.rooms.emit(record, acked, now)
-            case Heartbeat():
-                self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
-            case HeartbeatAck():
-                self._alive(peer, message, now)
-            case Stale():
-                # Decode restarted: nobody will ever grant or acknowledge this again.
-                self._peer_restarted(peer, message, now)
-            case _:
-                self.num_ignored += 1
+        if isinstance(message, Handshake):
+            self._handshake(HandshakeFrom(peer, message), now)
+        elif isinstance(message, (Grant, Refuse)):
+            self._to_sender(message, now)
+        elif isinstance(message, StatusAck):
+            record = self.rooms.records.get(message.key)
+            if record is not None:
+                acked = record.sender.status_acked(StatusAckFrom(peer, message))
+                self.rooms.emit(record, acked, now)
+        elif isinstance(message, Cancel):
+            self._cancel(CancelFrom(peer, message), now)
+        elif isinstance(message, Heartbeat):
+            self.rooms.out.append(SendMessage(peer, HeartbeatAck(message.sequence)))
+        elif isinstance(message, HeartbeatAck):
+            self._alive(peer, message, now)
+        elif isinstance(message, Stale):
+            # Decode restarted: nobody will ever grant or acknowledge this again.
+            self._peer_restarted(peer, message, now)
+        else:
+            self.num_ignored += 1
 
     def answer_parked(self, key: RoomKey, now: float) -> None:
         """The request of an early handshake has arrived (or was refused)."""

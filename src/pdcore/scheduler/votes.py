@@ -95,17 +95,24 @@ class VoteBook(Generic[R]):
         """Emit the vector of this tick."""
         if self._voting is not None or self.is_diverged:
             return
-        is_alone, records = self.group_size == 1, self.records
-        keys = tuple([k for k in (self._dirty if is_alone else self._voters) if k in records])
+        is_alone = self.group_size == 1
+        voting: list[RoomKey] = []
+        entities: list[VotingEntity] = []
+        ballot: list[int] = []
+        for key in self._dirty if is_alone else self._voters:
+            record = self.records.get(key)
+            if record is not None:
+                voting.append(key)
+                entities.append(record.entity)
+                ballot.append(entities[-1].vote())
         if not is_alone:
             self._settled = tuple(k for k in self._dirty if k not in self._voters)
         self._dirty.clear()
-        if not keys and is_alone:
+        if not voting and is_alone:
             return
-        self._voting = keys
+        self._voting = keys = tuple(voting)
         self._sequence += 1
-        entities = [records[key].entity for key in keys]
-        votes = tuple([entity.vote() for entity in entities])
+        votes = tuple(ballot)
         if is_alone:
             self.out.append(ReduceVotes(self._sequence, hash_keys(keys), votes))
             return
@@ -139,15 +146,16 @@ class VoteBook(Generic[R]):
         if reduced.diverged or len(reduced.votes) != len(keys):
             self.is_diverged = True
             return
+        records = self.records
         for key, vote in zip(keys, reduced.votes, strict=True):
-            record = self.records.get(key)
+            record = records.get(key)
             if record is not None:
                 yield record, vote
                 if record.is_settled:
                     self._voters.pop(key, None)
         settled, self._settled = self._settled, ()
         for key in settled:
-            record = self.records.get(key)
+            record = records.get(key)
             if record is not None and key not in self._voters:
                 yield record, NO_OUTCOME
 
