@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-import attrs
+import msgspec
 
 from pdcore.control.messages import WorkerHealth
 from pdcore.errors import CodecError, OwnershipError
@@ -38,11 +38,10 @@ class Watched(Protocol):
 
     def live_keys(self) -> list[RoomKey]: ...
 
-    def snapshot(self) -> attrs.AttrsInstance: ...
+    def snapshot(self) -> msgspec.Struct: ...
 
 
-@attrs.define
-class LoopCounters:
+class LoopCounters(msgspec.Struct):
     """Totals of this process, for /metrics."""
 
     steps: int = 0
@@ -93,8 +92,8 @@ class Watch:
     def health(self, core: Watched, reasons: Sequence[str], now: float) -> WorkerHealth:
         """``reasons``: why the rank is not ready, as far as others know."""
         totals = {
-            **attrs.asdict(core.snapshot(), recurse=False),
-            **attrs.asdict(self.counters, recurse=False),
+            **msgspec.structs.asdict(core.snapshot()),
+            **msgspec.structs.asdict(self.counters),
         }
         counters = {k: float(v) for k, v in totals.items() if not isinstance(v, str)}
         problems = list(reasons)

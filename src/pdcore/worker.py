@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
+import msgspec
 
 from pdcore.background import BackgroundCalls
 from pdcore.clock import Clock
@@ -94,7 +95,7 @@ class Core(Protocol):
 
     def live_keys(self) -> list[RoomKey]: ...
 
-    def snapshot(self) -> attrs.AttrsInstance: ...
+    def snapshot(self) -> msgspec.Struct: ...
 
     @property
     def wants_tick(self) -> bool: ...

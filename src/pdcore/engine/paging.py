@@ -107,10 +107,10 @@ def batch_slots(batch: Batch, limits: PagedLimits) -> list[Int64Array]:
         ids += _table(batch, i, ends[-1], limits)
     if not ends:
         return []
-    # One conversion and one check for all sequences: a step of many costs what one costs.
-    blocks = np.array(ids, np.int64)
-    if np.minimum.reduce(blocks) < 1 or np.maximum.reduce(blocks) >= limits.num_blocks:
+    # One check and one conversion for all sequences: a step of many costs what one costs.
+    if min(ids) < 1 or max(ids) >= limits.num_blocks:
         _refuse_ids(batch, ends, limits)
+    blocks = np.array(ids, np.int64)
     rows = (blocks[:, None] * limits.block_stride + np.arange(size, dtype=np.int64)).reshape(-1)
     slots: list[Int64Array] = []
     at = 0

@@ -180,14 +180,12 @@ class SenderFacts:
     def is_locally_done(self) -> bool:
         """Last chunk known, every leg granted, fully posted and quiesced (rule 9)."""
         token = self.first_token
-        return (
-            token is not None
-            and self.failure is None
-            and all(
-                leg.granted and not leg.live and leg.posted_tokens >= token.num_tokens
-                for leg in self.legs.values()
-            )
-        )
+        if token is None or self.failure is not None:
+            return False
+        for leg in self.legs.values():
+            if not leg.granted or leg.live or leg.posted_tokens < token.num_tokens:
+                return False
+        return True
 
     @property
     def is_quiet(self) -> bool:

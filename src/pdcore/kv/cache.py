@@ -165,6 +165,11 @@ class KVTables:
         return len(self._tables) - len(self._quarantined)
 
     @property
+    def num_quarantined(self) -> int:
+        """Sequences that are over and whose blocks are out."""
+        return len(self._quarantined)
+
+    @property
     def num_free(self) -> dict[str, int]:
         return {key: t.pool.num_free for key, t in self._by_key.items()}
 

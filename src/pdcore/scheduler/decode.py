@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 
-import attrs
+import msgspec
 
 from pdcore.errors import failure
 from pdcore.fsm.commit import commit_receiver
@@ -41,8 +41,7 @@ from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Batch, Failure, GenerateRequest, LeaseId, PeerRef, RoomKey
 
 
-@attrs.frozen
-class DecodeSnapshot:
+class DecodeSnapshot(msgspec.Struct, frozen=True):
     """Queue lengths, for metrics and the step log (R73)."""
 
     pending: int

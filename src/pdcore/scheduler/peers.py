@@ -182,9 +182,9 @@ class PeeredRooms(RoomBook[R]):
     def kept_out(self, incarnation: Incarnation) -> list[R]:
         """Rule 6: the rooms by which that life keeps more than ``quarantine_share`` of our
         blocks out, or none while it is less."""
-        ledgers = self.blocks.ledger().values()
-        if not any(ledger.quarantined for ledger in ledgers):
+        if not self.blocks.num_quarantined:
             return []
+        ledgers = self.blocks.ledger().values()
         draining = [record for record in self.records_of(incarnation) if record.is_draining]
         out = sum(
             len(table) - table.count(NULL_BLOCK)

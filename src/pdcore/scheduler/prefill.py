@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import OrderedDict
 
-import attrs
+import msgspec
 
 from pdcore.errors import EngineError, failure
 from pdcore.fsm.commit import commit_sender
@@ -49,8 +49,7 @@ from pdcore.scheduler.setup import CoreSetup
 from pdcore.types import Batch, Failure, FinishReason, GenerateRequest, RoomKey
 
 
-@attrs.frozen
-class PrefillSnapshot:
+class PrefillSnapshot(msgspec.Struct, frozen=True):
     """Queue lengths, for metrics and the step log (R67)."""
 
     bootstrap: int
