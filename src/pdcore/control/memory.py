@@ -269,6 +269,8 @@ class MemoryChannel:
         if not self._network._manual:
             self._network.deliver_due()
         inbox = self.inbox
+        if not inbox:
+            return []
         if len(inbox) > limit:
             return [inbox.popleft() for _ in range(limit)]
         frames = list(inbox)

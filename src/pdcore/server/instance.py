@@ -45,6 +45,7 @@ from pdcore.server.leg import LegEndpoint, LegOptions
 from pdcore.server.metrics import CONTENT_TYPE, Metrics, Sample
 from pdcore.server.openai import Endpoint, Id63, explain
 from pdcore.server.text import TextModel
+from pdcore.server.within import Within
 from pdcore.server.workers import WorkerRegistry
 from pdcore.types import RoomKey
 
@@ -152,10 +153,11 @@ class _Cancel:
             except msgspec.DecodeError as error:
                 raise explain(error) from None
             key = RoomKey(wanted.room, wanted.attempt)
-            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
-                outcome = await self._dispatcher.cancel(
-                    key, wanted.reason, unless_received=wanted.unless_received
-                )
+            until_s = asyncio.get_running_loop().time() + _CANCEL_TIMEOUT_S
+            answered = self._dispatcher.cancel(
+                key, wanted.reason, unless_received=wanted.unless_received
+            )
+            outcome = await Within(until_s, answered)
         except TimeoutError:
             why = failure("deadline_exceeded", "the worker has not answered the cancel yet")
             await respond_failure(send, why)

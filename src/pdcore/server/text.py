@@ -90,7 +90,7 @@ class IdDetokenizer:
     """The counterpart of :class:`IdTokenizer`."""
 
     def push(self, ids: Iterable[int]) -> str:
-        return "".join(f"{i} " for i in ids)
+        return "".join([f"{i} " for i in ids])
 
     def finish(self) -> str:
         return ""
@@ -184,17 +184,16 @@ class OutputText:
         """Tokens up to the one that completes a stop string."""
         texts: list[str] = []
         logprobs: list[TokenLogprob] = []
-        used = 0
+        stops = self._stops
         for i, token_id in enumerate(new.token_ids):
             text = self._detokenizer.push((token_id,))
-            used += 1
             self.num_tokens += 1
-            texts.append(self._stops.feed(text) if self.num_tokens >= self._min_tokens else text)
+            texts.append(stops.feed(text) if self.num_tokens >= self._min_tokens else text)
             if i < len(new.logprobs):
                 logprobs.append(self._logprob(token_id, new.logprobs[i]))
-            if self.has_stopped:
+            if stops.has_stopped:
                 break
-        return Piece("".join(texts), new.token_ids[:used], logprobs)
+        return Piece("".join(texts), new.token_ids[: len(texts)], logprobs)
 
     def finish(self) -> str:
         """Text still held back, at the end of a request that was not cut."""

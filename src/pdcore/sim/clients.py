@@ -7,7 +7,6 @@ what happened: a status and a code that a client can act on, within the request'
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +16,7 @@ import msgspec
 from pdcore.engine.simulated import simulated_tokens
 from pdcore.errors import HTTP_STATUS
 from pdcore.server.client import ConnectFailed, HttpError, Response, Timeout
+from pdcore.server.within import Within
 from pdcore.sim.cluster import GRACE_S, ROUTER, Cluster
 from pdcore.sim.plan import Request
 from pdcore.sim.site import MODEL
@@ -98,9 +98,9 @@ async def ask(cluster: Cluster, request: Request) -> Outcome:
     loop = cluster.site.loop
     outcome = Outcome(request, loop.time())
     client = WireClient(cluster.site.wire, cluster.client)
+    exchange, patience_s = _exchange(client, request, outcome), request.leaves_after_s
     try:
-        async with asyncio.timeout(request.leaves_after_s):
-            await _exchange(client, request, outcome)
+        await (exchange if patience_s is None else Within(loop.time() + patience_s, exchange))
     except TimeoutError:
         outcome.has_left = True
         cluster.site.faults["client_left"] += 1

@@ -180,9 +180,8 @@ class LoopbackTransport:
                 endpoint.bell.clear()
             if not self.fabric.stepped:
                 self.fabric.run()
-            events = endpoint.events
-            endpoint.events = []
-            if self._jobs:
+            events, endpoint.events = endpoint.events, []
+            if events and self._jobs:  # the end of each job is an event
                 self._jobs = {h: j for h, j in self._jobs.items() if j.status is None}
             return events
 

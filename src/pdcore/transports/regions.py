@@ -127,7 +127,8 @@ class RegionTable:
         return {region_id: self.sizes[region_id] for region_id in sorted(self._targets)}
 
     def pin(self, region_ids: Iterable[int]) -> None:
-        self._pins.update(region_ids)
+        for region_id in region_ids:
+            self._pins[region_id] += 1
 
     def unpin(self, region_ids: Iterable[int]) -> None:
         for region_id in region_ids:
