@@ -286,8 +286,8 @@ class TargetRankMapping:
     """The prefill ranks one decode rank sends its handshake to (R58).
 
     ``target_tp_rank`` is the first real target. Ranks in ``dummy_tp_ranks`` hold the
-    same MLA rows as it: they get a handshake flagged dummy, write nothing and are not
-    counted. ``required_prefill_response_num`` prefill ranks must report Done here.
+    same MLA rows as it, write nothing and are not counted (``topologies.map_to`` asks them too).
+    ``required_prefill_response_num`` prefill ranks must report Done here.
 
     ``dst_info_nums``: how many handshakes arrive at a prefill rank in all, by the stages in
     ``target_pp_ranks``. They differ between stages where the stages of one side do not end
@@ -385,9 +385,9 @@ def _overlap(a: range, b: range) -> bool:
 def choose_dp_rank(room: int, dp_size: int, named: int | None) -> int:
     """R60, D21: the prefill dp rank of a request: the one it names, else ``room % dp_size``.
 
-    Router, prefill leader and decode rank all ask here, each with the prefill instance's
-    ``dp_size``: whoever is told no rank finds the one that the others find, and no question by
-    room is needed. Raises InvalidRequest for a rank that the instance does not have.
+    Prefill leader and decode rank both ask here, each with the prefill instance's ``dp_size``:
+    who is told no rank finds the one that the other finds; the router, which tells both, asks with
+    a number of its own. Raises InvalidRequest for a rank that the instance does not have.
     """
     if named is None:
         return room % dp_size

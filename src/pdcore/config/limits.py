@@ -52,7 +52,10 @@ class CoreLimits:
         30.0, "s", "age at which a cached route is fetched again", low=0.001
     )
     drain_timeout_s: float = bounded(
-        30.0, "s", "draining longer than this destroys the transport session", low=0.001
+        30.0,
+        "s",
+        "draining longer than this (and twice a transport's quarantine) destroys its session",
+        low=0.001,
     )
     linger_s: float = bounded(
         30.0, "s", "a finished entity still answers its peers this long", low=0.0

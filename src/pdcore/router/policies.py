@@ -8,8 +8,9 @@ consecutive rooms it is R30's modulo (room 5 of two and two: prefill 1, decode 1
 run to the next it is shifted by one, so that every pair gets the same share. Only usable
 targets count; a lost one moves only requests, no configuration.
 
-**dp rank (D21).** ``room % dp_size`` of the chosen prefill, never a constant 0. It is left out
-while dp_size is not known; prefill and decode then find the same one by the same rule (R60).
+**dp rank (D21).** One of the chosen prefill's, of the room alone, never a constant 0: a number
+stirred out of the room modulo dp_size, for the room's own modulo has chosen the instance. It is
+left out while dp_size is not known; prefill and decode then find one by a rule of theirs (R60).
 
 **Fields (R31, D41).** A client may choose the room (idempotent retry, tracing), and name a
 bootstrap server or dp rank out of what is configured. Attempt, instances and expiry are the

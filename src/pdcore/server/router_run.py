@@ -25,7 +25,7 @@ def router_limits(config: RouterConfig) -> RouterLimits:
 def reachable(host: str) -> str:
     """Where a person on this machine reaches what binds ``host``: a wildcard is no address to
     connect to, and an IPv6 literal needs brackets."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 

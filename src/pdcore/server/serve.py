@@ -46,6 +46,8 @@ class StartFailed(PdcoreError):
 def bind(host: str, port: int) -> socket.socket:
     """A listening TCP socket; ``port`` 0 takes a free one. Raises ConfigError naming the
     address when it cannot be had."""
+    if not host:  # the kernel would take it for all interfaces
+        raise ConfigError("the host to listen on is empty: 127.0.0.1, or 0.0.0.0 for all of them")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because accepted sockets inherit it, and asyncio sets TCP_NODELAY
     # only where it reads IPPROTO_TCP: without, each answer in two writes waits 40 ms for the

@@ -142,10 +142,16 @@ async def run_app(app: ASGIApp) -> None:
             return {"type": "lifespan.shutdown"}
         return heard.pop()
 
+    said: list[str] = []
+
     async def send(message: Message) -> None:
-        """Whoever cannot start raises besides."""
+        said.append(message["type"])
+        if message["type"] == "lifespan.startup.failed":
+            raise RuntimeError(f"an app cannot start: {message.get('message') or 'no reason'}")
 
     await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, receive, send)
+    if "lifespan.startup.complete" not in said:
+        raise RuntimeError("an app was never started: it returned from its lifespan at once")
 
 
 def _nowhere(index: int, message: WorkerMessage) -> None:

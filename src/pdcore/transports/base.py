@@ -37,7 +37,8 @@ class Revocation(enum.Enum):
     RECEIVER_ENFORCED = "receiver_enforced"
     #: Only the sender can say that nothing lands any more (or its death with fence).
     SENDER_ACK = "sender_ack"
-    #: Nobody can say; blocks stay out for a declared period.
+    #: Nobody can say when the writes of a dead sender have ended: blocks stay out for a declared
+    #: period then. A living one says it by its quiesced marks, which come after its own doubt.
     QUARANTINE = "quarantine"
 
 

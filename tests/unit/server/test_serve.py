@@ -100,6 +100,12 @@ def test_a_port_in_use_is_one_sentence() -> None:
     taken.close()
 
 
+def test_an_empty_host_is_not_taken_for_all_interfaces() -> None:
+    """Decision 5: nobody is reachable from outside who did not ask for it."""
+    with pytest.raises(ConfigError, match=r"host to listen on is empty: 127\.0\.0\.1, or"):
+        bind("", 0)
+
+
 def test_an_app_that_does_not_start_is_an_error_and_not_the_end_of_the_process() -> None:
     async def play() -> None:
         @contextlib.asynccontextmanager
