@@ -9,6 +9,7 @@ lie side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -35,6 +36,7 @@ class PagedLimits:
     vocab_size: int
 
 
+@lru_cache(maxsize=64)
 def full_attention_spec(
     *,
     num_layers: int,
@@ -46,7 +48,8 @@ def full_attention_spec(
     tp_rank: int = 0,
 ) -> KVCacheSpec:
     """Entries ``layers.<i>.k`` and ``layers.<i>.v``; ``num_heads`` KV heads over the group,
-    of which a rank holds its share, or a copy of one when there are more ranks."""
+    of which a rank holds its share, or a copy of one when there are more ranks. Ranks of one
+    process that are alike share it: planners are found by spec."""
     return KVCacheSpec(
         tuple(
             KVCacheEntry(

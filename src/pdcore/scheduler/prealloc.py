@@ -81,8 +81,8 @@ class Preallocation:
                 return False
             reason = entry.problem or failure("unreachable", "the prefill route did not come")
         elif reason is None and entry.route is not None:
-            targets = self.topologies.targets(
-                entry.route, request.key.room, request.prefill_dp_rank
+            targets = self.topologies.targets_of(
+                entry, entry.route, request.key.room, request.prefill_dp_rank
             )
             if request.prefill and entry.route.instance != request.prefill:
                 reason = failure(

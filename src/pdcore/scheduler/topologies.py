@@ -37,10 +37,21 @@ _INCARNATION: Final = re.compile("[0-9a-f]{32}")
 class TopologyEntry:
     """``route`` and ``refusal`` are exclusive; both None while nothing is known."""
 
-    __slots__ = ("fetched_s", "is_fetching", "latest", "problem", "refusal", "retry_s", "route")
+    __slots__ = (
+        "fetched_s",
+        "is_fetching",
+        "latest",
+        "problem",
+        "refusal",
+        "retry_s",
+        "route",
+        "targets",
+    )
 
     def __init__(self) -> None:
         self.route: Route | None = None
+        #: Of that route, by dp rank: as :meth:`Topologies.targets` found them.
+        self.targets: dict[int, tuple[list[PeerRef], int] | Failure] = {}
         #: The last route that was served here, whether it may still be used or not.
         self.latest: Route | None = None
         self.refusal: Failure | None = None
@@ -113,7 +124,7 @@ class Topologies:
             return entry
         entry.fetched_s = now
         entry.problem = None
-        entry.route, entry.refusal = route, None
+        entry.route, entry.refusal, entry.targets = route, None, {}
         self._compare(entry.latest, route)
         entry.latest = route
         try:
@@ -171,6 +182,18 @@ class Topologies:
 
     def _is_fresh(self, entry: TopologyEntry, now: float) -> bool:
         return now - entry.fetched_s < self.setup.limits.topology_ttl_s
+
+    def targets_of(
+        self, entry: TopologyEntry, route: Route, room: int, named_dp_rank: int | None
+    ) -> tuple[list[PeerRef], int] | Failure:
+        """:meth:`targets` of the entry's route. All requests of one dp rank have the same."""
+        try:
+            dp_rank = choose_dp_rank(room, route.dp_size, named_dp_rank)
+        except InvalidRequest:
+            return self.targets(route, room, named_dp_rank)
+        if dp_rank not in entry.targets:
+            entry.targets[dp_rank] = self.targets(route, room, dp_rank)
+        return entry.targets[dp_rank]
 
     def targets(
         self, route: Route, room: int, named_dp_rank: int | None
