@@ -230,8 +230,11 @@ def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
             dict(decode.block_sizes),
             "both must have the same manager keys",
         )
-    for name in ("kv_cache_dtype", "layout_digest", "fingerprint"):
-        ours, theirs = attrs.asdict(decode)[name], attrs.asdict(prefill)[name]
+    for name, ours, theirs in (
+        ("kv_cache_dtype", decode.kv_cache_dtype, prefill.kv_cache_dtype),
+        ("layout_digest", decode.layout_digest, prefill.layout_digest),
+        ("fingerprint", decode.fingerprint, prefill.fingerprint),
+    ):
         if ours and theirs and ours != theirs:
             raise _mismatch(name, theirs, ours, "both sides must load the same model")
     caps = prefill.max_prefill_tokens, decode.max_prefill_tokens
