@@ -183,9 +183,10 @@ class _Calls(asyncio.BaseEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """A process keeps its tasks, so that no collection can end one."""
-        task = asyncio.Task(coro, loop=self, context=context)
+        """A process keeps its tasks, so that no collection can end one; they have its name."""
         process = PROCESS.get() if context is None else context.get(PROCESS)
+        owner = "world" if process is None else process.name
+        task = asyncio.Task(coro, loop=self, name=owner, context=context)
         if process is not None:
             process.add_task(task)
         self._made.append((process, task))
