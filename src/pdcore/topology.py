@@ -230,13 +230,10 @@ def check_compatible(decode: InstanceProfile, prefill: InstanceProfile) -> None:
             dict(decode.block_sizes),
             "both must have the same manager keys",
         )
-    for name, ours, theirs in (
-        ("kv_cache_dtype", decode.kv_cache_dtype, prefill.kv_cache_dtype),
-        ("layout_digest", decode.layout_digest, prefill.layout_digest),
-        ("fingerprint", decode.fingerprint, prefill.fingerprint),
-    ):
-        if ours and theirs and ours != theirs:
-            raise _mismatch(name, theirs, ours, "both sides must load the same model")
+    ours, theirs = attrs.asdict(decode, recurse=False), attrs.asdict(prefill, recurse=False)
+    for name in ("kv_cache_dtype", "layout_digest", "fingerprint"):
+        if ours[name] and theirs[name] and ours[name] != theirs[name]:
+            raise _mismatch(name, theirs[name], ours[name], "both sides must load the same model")
     caps = prefill.max_prefill_tokens, decode.max_prefill_tokens
     if min(caps) > 0 and caps[1] < caps[0]:
         raise _mismatch("max_prefill_tokens", *caps, "decode's must not be smaller")

@@ -165,11 +165,6 @@ class KVTables:
         return len(self._tables) - len(self._quarantined)
 
     @property
-    def num_quarantined(self) -> int:
-        """Sequences that are over and whose blocks are out."""
-        return len(self._quarantined)
-
-    @property
     def num_free(self) -> dict[str, int]:
         return {key: t.pool.num_free for key, t in self._by_key.items()}
 
@@ -206,6 +201,11 @@ class KVTables:
 
 class KVBlocks(KVTables):
     """The tables with the operations that change who owns which block."""
+
+    @property
+    def num_quarantined(self) -> int:
+        """Sequences that are over and whose blocks are out."""
+        return len(self._quarantined)
 
     def allocate_slots(
         self, seq_id: int, computed: int, new: int, lookahead: int = 0, reserved: int = 0

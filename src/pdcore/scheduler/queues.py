@@ -246,7 +246,7 @@ class RoomBook(VoteBook[R]):
 
     def arm_resend(self, record: R, now: float) -> None:
         """Keep asking while something is unanswered, with back-off (rule 4)."""
-        if record.entity.is_unanswered and not self.timers.is_armed("resend", record.key):
+        if not self.timers.is_armed("resend", record.key) and record.entity.is_unanswered:
             record.backoff_s = self.limits.resend_initial_s
             self.timers.arm("resend", record.key, now + record.backoff_s)
 
