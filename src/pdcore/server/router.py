@@ -118,12 +118,10 @@ def create_router_app(
             if client is None:
                 await used.aclose()
 
-    endpoints: dict[tuple[str, str], ASGIApp] = {
-        ("POST", one.value): RouterEndpoint(
-            one, shell, prober, clock, metrics, gate, max_body_bytes
-        )
-        for one in Endpoint
-    }
+    endpoints: dict[tuple[str, str], ASGIApp] = {}
+    for one in Endpoint:
+        made = RouterEndpoint(one, shell, prober, clock, metrics, gate, max_body_bytes)
+        endpoints["POST", one.value] = made
     routes = [
         *(Route(path, app, methods=[method]) for (method, path), app in endpoints.items()),
         Route("/health", pages.health),

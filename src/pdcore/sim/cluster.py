@@ -142,7 +142,7 @@ class Cluster:
         if call is not None and call.when() > self.site.loop.now_s + MAX_STEP_S * self.slowness:
             call.cancel()  # it waits for a late write only
             call = self._fabric_call = None
-        if call is None and not self.site.fabric.is_idle:
+        if call is None and self.site.fabric.choices():
             self._arm_fabric()
 
     def arm_network(self) -> None:

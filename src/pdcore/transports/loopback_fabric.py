@@ -172,12 +172,6 @@ class LoopbackFabric:
         with self.lock:
             return [action for action, _ in self.choices()]
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is pending."""
-        with self.lock:
-            return not self.choices()
-
     def step(self, choice: int = 0) -> Action | None:
         """Do one pending action (``choice`` modulo their number); None: there is none."""
         with self.lock:
