@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from contextvars import Context, ContextVar, copy_context
 from heapq import heappop, heappush
@@ -284,22 +284,24 @@ class SimLoop(_Calls):
     def _turn_until(self, task: asyncio.Task[T]) -> None:
         """Run what is ready, turn by turn; where nothing is, time jumps to the next timer."""
         timers, shuffle = self._timers, self._shuffle
-        while not task.done():
-            ready, self._queue = self._queue, []
-            if not ready:
-                self._jump()
-            while timers and timers[0][0] <= self.now_s:
-                call = heappop(timers)[2]
-                if call.function is not None:
-                    ready.append(call)
-            turn = len(ready)
-            if shuffle is not None and turn > 1:
-                ready = _shuffled(ready, shuffle)
-            self._num_at_once += turn
-            if self._num_at_once > MAX_CALLS_AT_ONCE:
-                raise Deadlock(f"time stands still at {self.now_s:.6f} s: somebody never sleeps")
-            left = iter(ready)
-            try:
+        left: Iterator[_Call] = iter(())
+        try:
+            while not task.done():
+                ready, self._queue = self._queue, []
+                if not ready:
+                    self._jump()
+                while timers and timers[0][0] <= self.now_s:
+                    call = heappop(timers)[2]
+                    if call.function is not None:
+                        ready.append(call)
+                turn = len(ready)
+                if shuffle is not None and turn > 1:
+                    ready = _shuffled(ready, shuffle)
+                self._num_at_once += turn
+                if self._num_at_once > MAX_CALLS_AT_ONCE:
+                    why = f"time stands still at {self.now_s:.6f} s: somebody never sleeps"
+                    raise Deadlock(why)
+                left = iter(ready)
                 for call in left:
                     if (function := call.function) is None:
                         continue
@@ -308,9 +310,8 @@ class SimLoop(_Calls):
                         call.place.run(function, *call.parameters)
                     elif not process.is_dead:
                         process.held.append(call)
-            except BaseException:
-                self._queue[:0] = left  # those that were not reached
-                raise
+        finally:
+            self._queue[:0] = left  # those that were not reached, if one raised
 
     def _jump(self) -> None:
         """Go on at the time of the next timer."""
