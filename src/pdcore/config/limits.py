@@ -60,6 +60,12 @@ class CoreLimits:
     linger_s: float = bounded(
         30.0, "s", "a finished entity still answers its peers this long", low=0.0
     )
+    prefill_arrival_s: float = bounded(
+        10.0,
+        "s",
+        "a prefill rank that has not met its half of a request for this long never will",
+        low=0.001,
+    )
     parked_handshake_cap: int = bounded(
         1024, "entries", "handshakes that came before their request (R44)", low=1
     )

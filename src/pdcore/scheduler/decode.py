@@ -173,6 +173,9 @@ class DecodeCore:
                 record.is_stuck = bool(record.awaited())
                 self.rooms.emit(record, receiver.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
+            elif kind == "arrival":
+                if (why := record.lost_half()) is not None:
+                    self.rooms.emit(record, receiver.failed_locally(why), now)
             else:
                 self.rooms.forget(key)
         if self.rooms.shed:

@@ -89,6 +89,16 @@ class DecodeRecord(RoomRecord):
             return []
         return [t.peer for t in self.receiver.targets.values() if not t.answered]
 
+    def lost_half(self) -> Failure | None:
+        """A prefill rank still waits for its half of this request, which both were sent at once:
+        it went to a process that is gone (to the last life of that rank, perhaps, that had taken
+        it), and nobody else knows. The same pair serves the next attempt."""
+        for peer in self.unheard():
+            if peer.rank in self.queued_at:
+                name = f"{peer.instance} rank {peer.rank}"
+                return failure("stale_route", f"{name} never got its half of this request")
+        return None
+
     def failing(self, now: float, silence_s: float) -> list[PeerRef]:
         """At its deadline: who had a fair time to answer a handshake and said nothing at all.
         A client's short deadline is no fault of a peer, and Queued is an answer (D25)."""

@@ -264,6 +264,9 @@ class DecodeInbox:
                 record.mark("received", now)
             if message.kind is StatusKind.QUEUED:
                 record.queued_at.add(payload.peer.rank)
+                if not self.rooms.timers.is_armed("arrival", record.key):
+                    arrival_s = now + self.rooms.setup.limits.prefill_arrival_s
+                    self.rooms.timers.arm("arrival", record.key, arrival_s)
             had_failed = record.receiver.failure is not None
             self.rooms.emit(record, record.receiver.status_received(payload), now)
             why = record.receiver.failure

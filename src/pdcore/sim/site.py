@@ -48,6 +48,7 @@ LIMITS: Final = CoreLimits(
     topology_ttl_s=5.0,
     drain_timeout_s=3.0,
     linger_s=0.4,
+    prefill_arrival_s=3.0,
     parked_handshake_cap=4,
     parked_handshake_ttl_s=1.0,
     # Safety depends on no memory of what is over: there is next to none here.

@@ -227,6 +227,47 @@ def test_a_transport_that_enforces_the_lease_frees_at_once() -> None:
     assert core.blocks.ledger()["full"].free == 63
 
 
+# --- a half that never comes ---------------------------------------------------
+
+
+def queued(core: DecodeCore, record: DecodeRecord, now: float) -> None:
+    key, lease = record.key, record.receiver.lease
+    ask(core, Status(key, lease, StatusKind.QUEUED), now=now)
+
+
+def test_a_half_that_was_lost_at_prefill_ends_the_other() -> None:
+    """Both halves are sent at once. One that a prefill rank still waits for after ten seconds went
+    to a process that is gone; the router was told that it had been taken. It was waited for until
+    the request's own deadline, half an hour by default (D23)."""
+    core = make_decode(CoreLimits(prefill_arrival_s=10.0))
+    request, record = transferring(core, granted=False)
+    for now in range(1, 11):
+        queued(core, record, float(now))
+        core.handle_timeout(float(now))
+        tick(core, float(now))
+        assert record.receiver.failure is None, "counted from the first word, not the last"
+    core.handle_timeout(11.0)
+    tick(core, 11.0)
+    why = record.receiver.failure
+    assert why is not None
+    assert (why.code, why.detail) == (
+        "stale_route",
+        f"{PREFILL.instance} rank 0 never got its half of this request",
+    )
+
+
+def test_a_half_that_came_late_is_not_given_up() -> None:
+    """Its claim shows that it is there; how long it computes is its own business."""
+    core = make_decode(CoreLimits(prefill_arrival_s=10.0))
+    request, record = transferring(core, granted=False)
+    queued(core, record, 1.0)
+    assert sent(ask(core, Claim(request.key, record.receiver.lease, NONCE), now=9.0), Grant) != []
+    for now in (11.0, 12.0, 20.0):
+        core.handle_timeout(now)
+        tick(core, now)
+    assert record.receiver.failure is None
+
+
 # --- quarantine --------------------------------------------------------------
 
 
