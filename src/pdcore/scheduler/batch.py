@@ -124,7 +124,8 @@ class DecodeBatcher:
         """Allocate slots for the next step; returns how many sequences take part.
 
         0 with sequences present means that none of them gets a block: retract one and
-        call again. Repeating it costs nothing. Raises OwnershipError while a batch is in
+        call again. Repeating it costs nothing; with sliding windows another sequence may join
+        then, on blocks that one which got none has slid out of. Raises OwnershipError while a batch is in
         flight.
         """
         columns = self._columns

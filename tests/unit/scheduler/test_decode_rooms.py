@@ -240,7 +240,7 @@ def test_a_half_that_was_lost_at_prefill_ends_the_other() -> None:
     to a process that is gone; the router was told that it had been taken. It was waited for until
     the request's own deadline, half an hour by default (D23)."""
     core = make_decode(CoreLimits(prefill_arrival_s=10.0))
-    request, record = transferring(core, granted=False)
+    _, record = transferring(core, granted=False)
     for now in range(1, 11):
         queued(core, record, float(now))
         core.handle_timeout(float(now))
