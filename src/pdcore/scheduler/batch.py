@@ -125,8 +125,8 @@ class DecodeBatcher:
 
         0 with sequences present means that none of them gets a block: retract one and
         call again. Repeating it costs nothing; with sliding windows another sequence may join
-        then, on blocks that one which got none has slid out of. Raises OwnershipError while a batch is in
-        flight.
+        then, on blocks that one which got none has slid out of. Raises OwnershipError while a
+        batch is in flight.
         """
         columns = self._columns
         if columns.in_flight:
