@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdcore.config import CoreLimits
 from pdcore.control.memory import FaultPlan
 from pdcore.control.messages import Finished
 from pdcore.engine.simulated import simulated_tokens
@@ -46,7 +47,7 @@ def test_run_request_raises_for_a_request_that_failed() -> None:
 
 def test_idle_time_is_jumped_over() -> None:
     """A wait of 59 s takes a few hundred steps, not one per millisecond."""
-    world = make_world()
+    world = make_world(limits=CoreLimits(prefill_arrival_s=100.0))
     key = world.submit(PROMPT, to=("decode",), sampling=FIVE, timeout_s=59.0)
     start = world.clock.monotonic()
     steps = 0
