@@ -63,7 +63,7 @@ class CoreLimits:
     prefill_arrival_s: float = bounded(
         10.0,
         "s",
-        "a prefill rank that has not met its half of a request for this long never will",
+        "a request ends here (and is tried again) whose half prefill says it lacks for this long",
         low=0.001,
     )
     parked_handshake_cap: int = bounded(

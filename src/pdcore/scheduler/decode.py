@@ -174,8 +174,11 @@ class DecodeCore:
                 self.rooms.emit(record, receiver.drain_expired(), now)
                 self.rooms.timers.arm("drain", key, now + self.setup.drain_timeout_s)
             elif kind == "arrival":
-                if (why := record.lost_half()) is not None:
+                limits = self.setup.limits
+                if (why := record.lost_half(now, limits)) is not None:
                     self.rooms.emit(record, receiver.failed_locally(why), now)
+                elif record.unheard():
+                    self.rooms.timers.arm("arrival", key, now + limits.prefill_arrival_s)
             else:
                 self.rooms.forget(key)
         if self.rooms.shed:
@@ -196,8 +199,7 @@ class DecodeCore:
 
     def poll_effects(self) -> list[Effect]:
         """Effects since the last call, to be executed in order."""
-        out, self.rooms.out = self.rooms.out, []
-        return out
+        return self.rooms.poll_effects()
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do, in monotonic seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdcore.config import CoreLimits
 from pdcore.errors import failure
 from pdcore.fsm.receiver import RECEIVER, Receiver
 from pdcore.fsm.states import ReceiverState
@@ -42,7 +43,8 @@ class DecodeRecord(RoomRecord):
         #: Handshakes each prefill rank waits for (R58).
         self.num_required = 1
         #: Prefill ranks that have said that the handshake waits for its request there.
-        self.queued_at: set[int] = set()
+        #: When each of them said so first, and last.
+        self.queued_at: dict[int, tuple[float, float]] = {}
         self.verification = Verification()
         #: When the quarantine was last counted down; None before it runs.
         self.aged_s: float | None = None
@@ -89,14 +91,23 @@ class DecodeRecord(RoomRecord):
             return []
         return [t.peer for t in self.receiver.targets.values() if not t.answered]
 
-    def lost_half(self) -> Failure | None:
-        """A prefill rank still waits for its half of this request, which both were sent at once:
-        it went to a process that is gone (to the last life of that rank, perhaps, that had taken
-        it), and nobody else knows. The same pair serves the next attempt."""
+    def hear_queued(self, rank: int, now: float) -> None:
+        self.queued_at[rank] = (self.queued_at.get(rank, (now, now))[0], now)
+
+    def lost_half(self, now: float, limits: CoreLimits) -> Failure | None:
+        """A prefill rank has said all along, and just now, that it waits for its half of this
+        request, which both were sent at once: it went to a process that is gone (to the last life
+        of that rank, perhaps, that had taken it), and nobody else knows. Who is silent meanwhile
+        may have it unread. The same pair serves the next attempt."""
         for peer in self.unheard():
-            if peer.rank in self.queued_at:
-                name = f"{peer.instance} rank {peer.rank}"
-                return failure("stale_route", f"{name} never got its half of this request")
+            first_s, last_s = self.queued_at.get(peer.rank, (now, now))
+            is_heard = now - last_s <= 1.5 * limits.resend_max_s
+            if now - first_s >= limits.prefill_arrival_s and is_heard:
+                detail = (
+                    f"{peer.instance} rank {peer.rank} has waited {now - first_s:.0f} s for its "
+                    "half of this request, or for the other decode ranks of it"
+                )
+                return failure("stale_route", detail)
         return None
 
     def failing(self, now: float, silence_s: float) -> list[PeerRef]:

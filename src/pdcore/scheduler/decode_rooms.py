@@ -207,6 +207,8 @@ class DecodeInbox:
         if out and not any(one.is_stuck for one in out):
             # An ordinary drain, perhaps of one large request: it ends in a moment, and the
             # claim is resent. Nobody else's request fails for it.
+            record.queued_at.pop(payload.peer.rank, None)
+            record.hear_queued(payload.peer.rank, now)
             return
         if out:
             refuse = Refuse(message.key, message.nonce, "too much of the pool waits for this peer")
@@ -262,8 +264,8 @@ class DecodeInbox:
                 for stage, seconds in message.timings.items():
                     record.timeline.setdefault(f"prefill_{stage}", seconds)
                 record.mark("received", now)
-            if message.kind is StatusKind.QUEUED:
-                record.queued_at.add(payload.peer.rank)
+            if message.kind is StatusKind.QUEUED and record.receiver.is_news(payload):
+                record.hear_queued(payload.peer.rank, now)
                 if not self.rooms.timers.is_armed("arrival", record.key):
                     arrival_s = now + self.rooms.setup.limits.prefill_arrival_s
                     self.rooms.timers.arm("arrival", record.key, arrival_s)

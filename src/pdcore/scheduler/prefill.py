@@ -206,8 +206,7 @@ class PrefillCore:
 
     def poll_effects(self) -> list[Effect]:
         """Effects since the last call, to be executed in order."""
-        out, self.rooms.out = self.rooms.out, []
-        return out
+        return self.rooms.poll_effects()
 
     def poll_deadline(self) -> float | None:
         """When ``handle_timeout`` has something to do, in monotonic seconds."""

@@ -186,7 +186,7 @@ class RoomBook(VoteBook[R]):
         record = self.records.pop(key, None)
         if record is None:
             return
-        for kind in ("deadline", "resend", "drain", "linger"):
+        for kind in ("deadline", "resend", "drain", "linger", "arrival"):
             self.timers.disarm(kind, key)
         self._dirty.pop(key, None)
         self._voters.pop(key, None)

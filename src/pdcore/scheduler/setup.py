@@ -48,9 +48,10 @@ class CoreSetup:
 
     @property
     def drain_timeout_s(self) -> float:
-        """After which a room that drains is stuck. A call of a QUARANTINE transport may stand
-        still for as long as that period (its engine's limit is no longer) before it fails, and
-        only after another one can its writer say that nothing of it lands any more."""
+        """After which a room that drains is stuck. On a QUARANTINE transport a writer may say only
+        a period after its call failed that nothing of it lands, and the call may have stood still
+        for its engine's limit before: as long as drain_timeout_s, with the defaults of both. The
+        period counts twice so that some time is left beside the two."""
         return self.limits.drain_timeout_s + 2 * self.quarantine_s
 
     def profile(self) -> InstanceProfile:

@@ -252,8 +252,59 @@ def test_a_half_that_was_lost_at_prefill_ends_the_other() -> None:
     assert why is not None
     assert (why.code, why.detail) == (
         "stale_route",
-        f"{PREFILL.instance} rank 0 never got its half of this request",
+        f"{PREFILL.instance} rank 0 has waited 10 s for its half of this request, or for the "
+        "other decode ranks of it",
     )
+    core.rooms.forget(record.key)
+    assert not core.rooms.timers.is_armed("arrival", record.key)
+
+
+def test_a_prefill_rank_that_fell_silent_is_not_one_that_lacks_its_half() -> None:
+    """It may be in the middle of a long step, with the request unread in its mailbox, or cut off:
+    only the deadline decides. When it says again that it waits, it is believed."""
+    core = make_decode(CoreLimits(prefill_arrival_s=10.0))
+    _, record = transferring(core, granted=False)
+    queued(core, record, 1.0)
+    core.handle_timeout(11.0)
+    assert record.receiver.failure is None
+    assert core.rooms.timers.is_armed("arrival", record.key), "it is asked about again"
+    limits = core.setup.limits
+    assert record.lost_half(20.0, limits) is None
+    queued(core, record, 20.0)
+    assert record.lost_half(20.0, limits) is not None
+
+
+STRANGE_LIFE = Incarnation(b"z" * 16)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [PREFILL._replace(rank=1), PeerRef("other:1", 0, STRANGE_LIFE, "tcp://other:1")],
+)
+def test_who_is_no_target_has_no_say_in_it(stranger: PeerRef) -> None:
+    core = make_decode(CoreLimits(prefill_arrival_s=2.0))
+    request, record = transferring(core, granted=False)
+    message = Status(request.key, record.receiver.lease, StatusKind.QUEUED)
+    for now in range(1, 5):
+        ask(core, message, stranger, float(now))
+        core.handle_timeout(float(now))
+        tick(core, float(now))
+    assert record.receiver.failure is None
+
+
+def test_a_claim_that_is_put_off_shows_that_the_half_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An ordinary drain keeps much of the pool out: the claim is resent until it is over."""
+    core = make_decode(CoreLimits(prefill_arrival_s=10.0))
+    request, record = transferring(core, granted=False)
+    monkeypatch.setattr(core.rooms, "kept_out", lambda incarnation: [record])
+    queued(core, record, 1.0)
+    for now in range(2, 30):
+        ask(core, Claim(request.key, record.receiver.lease, NONCE), now=float(now))
+        core.handle_timeout(float(now))
+        tick(core, float(now))
+    assert record.receiver.failure is None
 
 
 def test_a_half_that_came_late_is_not_given_up() -> None:
