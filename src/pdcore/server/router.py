@@ -244,9 +244,9 @@ class RouterEndpoint:
                     await send({"type": "http.response.body", "body": found, "more_body": True})
         except (HttpError, sse.EventTooLarge) as error:
             # Its last event was there: what becomes of the connection then changes nothing.
-            is_whole = events.endswith(sse.DONE)
-            lost = LegLost(ticket, attempt, Leg.DECODE, True, str(error))
-            end = StreamEnded(ticket, attempt) if is_whole else lost
+            end = stream_end(ticket, attempt, events)
+            if isinstance(end, LegLost):
+                end = LegLost(ticket, attempt, Leg.DECODE, True, str(error))
         else:
             end = stream_end(ticket, attempt, events)
         if not session.is_over:  # else the core ended it, and what is left of it was closed

@@ -253,6 +253,27 @@ def test_nothing_follows_the_end_of_a_stream(play: Any) -> None:
     play(scene)
 
 
+def test_nothing_follows_decode_s_own_error(play: Any) -> None:
+    """It said why, and the connection broke behind it: a second error event would name the
+    connection instead (found by a simulated world, seed 32 with twice as many requests)."""
+
+    async def first(arrival: Arrival) -> None:
+        await arrival.begin()
+        await arrival.event(b'data: {"text":"a"}\n\n')
+        await arrival.event(b'data: {"error":{"message":"late","code":"deadline_exceeded"}}\n\n')
+        raise Break
+
+    async def scene(cluster: Cluster) -> None:
+        router = cluster.router()
+        router.decode.behave = first
+        reply = await generate(router, stream=True).done()
+        assert [list(event) for event in reply.events()] == [["text"], ["error"]]
+        assert reply.events()[1]["error"]["code"] == "deadline_exceeded"
+        assert (await stats(router))["counters"] == {"failed": 1, "received": 1}
+
+    play(scene)
+
+
 async def check_a_stream_outlives_its_probes(cluster: Cluster, num_probes: int) -> Reply:
     """The instance sends tokens and is too busy to answer /health in time."""
     original = cluster.client.request
