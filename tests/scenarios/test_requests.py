@@ -381,3 +381,28 @@ def test_fetch_topology_is_an_effect_never_a_call() -> None:
     world.submit(PROMPT, to=("decode",), sampling=EIGHT)
     world.decode.worker._receive(world.clock.monotonic())
     assert FetchTopology("bootstrap:1") in core.poll_effects()
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_decode_gives_up_in_its_queue_does_not_wait_at_prefill(
+    drop: float, is_first: bool
+) -> None:
+    """A killed router, a client that talks to instances and leaves decode: nobody tells prefill,
+    whose half would keep its place in the queue until its deadline. Decode does, and again
+    when that is lost, also where prefill has not heard of the request yet."""
+    limits = CoreLimits(num_metadata_slots=1)
+    world = make_world(limits=limits, faults=FaultPlan(drop=drop), seed=3, stepped=True)
+    world.submit(PROMPT, sampling=EIGHT)  # its KV does not arrive: the slot stays taken
+    world.run(lambda: bool(world.fabric.pending()))
+    key = world.submit(PROMPT, to=("prefill", "decode") if is_first else ("decode",))
+    world.run(lambda: world.decode.worker.core.snapshot().prealloc == 1)
+    start_s = world.clock.monotonic()
+    world.abort(key)
+    world.run(lambda: world.decode.result(key) is not None)
+    if not is_first:
+        world.run(lambda: key not in world.decode.worker.core.rooms.records)  # answered
+        world.submit(PROMPT, key=key, to=("prefill",))
+    world.run(lambda: world.prefill.result(key) is not None)
+    assert failure_code(world, key, "prefill") == "cancelled"
+    assert world.clock.monotonic() - start_s < limits.resend_max_s * 4

@@ -67,10 +67,13 @@ class CoreLimits:
         low=0.001,
     )
     parked_handshake_cap: int = bounded(
-        1024, "entries", "handshakes that came before their request (R44)", low=1
+        1024, "entries", "rooms whose handshake or cancel came before their request (R44)", low=1
     )
     parked_handshake_ttl_s: float = bounded(
-        30.0, "s", "a parked handshake is evicted after this; decode resends it", low=0.001
+        30.0,
+        "s",
+        "what is parked is forgotten after this; decode sends a handshake again",
+        low=0.001,
     )
     tombstone_cap: int = bounded(
         4096,

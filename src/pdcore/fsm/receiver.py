@@ -8,7 +8,8 @@ Theory
   Draining          the client has its answer already; blocks and slot stay out of the pool
                     until every granted nonce is acknowledged, reported Done, or its process
                     is dead *and* fenced (rule 3);
-  Done, Failed      terminal; lingers only to answer late messages.
+  Done, Failed      terminal; lingers only to answer late messages, and until its cancels
+                    are answered.
 
 Grants are given only for the current lease, only while Transferring without a local
 failure, and at most one nonce per (lease, prefill rank), ever: neither Done nor a lost
@@ -85,18 +86,25 @@ RECEIVER = Lifecycle(
         *(Row(s, "status_received", s, ("record_done",), "is_done_of_grant") for s in _OPEN),
         Row(S.TRANSFERRING, "status_received", S.TRANSFERRING, ("record_news",), "is_news"),
         *(Row(s, "status_received", s, ("acknowledge",)) for s in S),
-        # Cancels are sent from Draining on.
+        # Cancels are sent from Draining on, and from an end that comes before the lease.
         *(
             Row(s, "cancel_acked", s, ("record_ack",), "is_own_lease")
             for s in (S.DRAINING, S.FAILED)
         ),
-        *(Row(s, "writer_fenced", s, ("record_fenced",)) for s in (*_OPEN, S.FAILED)),
+        *(Row(s, "writer_fenced", s, ("record_fenced",)) for s in S if s is not S.DONE),
         Row(S.DRAINING, "lease_revoked", S.DRAINING, ("record_revoked",), "is_this_lease"),
         *(Row(s, "failed_locally", s, ("record_failure",), "has_no_failure") for s in _LIVE),
         *(Row(s, "deadline_expired", s, ("record_failure",), "may_expire") for s in _LIVE),
-        Row(S.BOOTSTRAPPING, "failed", S.FAILED, ("adopt_failure",)),
-        Row(S.WAITING_FOR_INPUT, "failed", S.FAILED, ("adopt_failure",)),
-        Row(S.TRANSFERRING, "failed", S.DRAINING, ("adopt_failure", "cancel_targets")),
+        *(
+            Row(s, "failed", S.FAILED, ("adopt_failure", "cancel_targets"))
+            for s in (S.BOOTSTRAPPING, S.WAITING_FOR_INPUT)
+        ),
+        Row(
+            S.TRANSFERRING,
+            "failed",
+            S.DRAINING,
+            ("adopt_failure", "revoke_lease", "cancel_targets"),
+        ),
         Row(S.TRANSFERRING, "completed", S.DONE, ("release_lease",)),
         Row(S.DRAINING, "quiesced", S.FAILED, ("release_lease",)),
         Row(S.DRAINING, "drain_expired", S.DRAINING, ("fence_writers",)),
@@ -225,10 +233,13 @@ class Receiver(ReceiverReplies):
             )
         return ()
 
+    def revoke_lease(self, payload: None) -> Sequence[Effect]:
+        return (RevokeLease(self.lease),)
+
     def cancel_targets(self, payload: None) -> Sequence[Effect]:
-        out: list[Effect] = [RevokeLease(self.lease)]
-        out.extend(self._cancel(t) for t in self.targets.values())
-        return out
+        """Also before the lease: whoever told both halves may be gone, and prefill's would wait
+        for this one until its deadline. Nobody tells the dead."""
+        return [self._cancel(t) for t in self.targets.values() if not t.cancel_answered]
 
     def release_lease(self, payload: None) -> Sequence[Effect]:
         return (ReleaseLease(self.lease),)

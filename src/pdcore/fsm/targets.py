@@ -242,7 +242,7 @@ class ReceiverReplies(ReceiverFacts):
     def _is_open(self, target: Target) -> bool:
         if self.state is S.TRANSFERRING:
             return self.failure is None and not target.answered
-        if self.state not in (S.DRAINING, S.FAILED) or self.admission is None:
+        if self.state not in (S.DRAINING, S.FAILED):
             return False
         return not (target.cancel_answered if target.nonce is None else target.over)
 

@@ -34,6 +34,7 @@ from pdcore.fsm.states import ReceiverState as S
 from pdcore.kv.cache import KVBlocks
 from pdcore.scheduler.decode_record import DecodeRecord
 from pdcore.scheduler.decode_rooms import DecodeInbox, DecodeRooms
+from pdcore.scheduler.peers import drop_silent, give_up
 from pdcore.scheduler.prealloc import Preallocation
 from pdcore.scheduler.queues import finish_reason_of, ledger_totals, refusal
 from pdcore.scheduler.running import Running
@@ -180,7 +181,8 @@ class DecodeCore:
                 elif record.unheard():
                     self.rooms.timers.arm("arrival", key, now + limits.prefill_arrival_s)
             else:
-                self.rooms.forget(key)
+                give_up(self.rooms, record)
+        drop_silent(self.rooms)
         if self.rooms.shed:
             self.inbox.shed(now)
 

@@ -42,6 +42,12 @@ from pdcore.types import Failure, Incarnation, PeerRef
 #: lands any more: what is left is on its way through this process's own buffers, which empty
 #: while it runs. The declared period is for writers that died without a word.
 ACKNOWLEDGED_S: Final = 2.0
+#: No prefill rank may write under a lease of these.
+_WITHOUT_LEASE: Final = (
+    ReceiverState.BOOTSTRAPPING,
+    ReceiverState.WAITING_FOR_INPUT,
+    ReceiverState.FAILED,
+)
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
 
@@ -282,8 +288,11 @@ class DecodeInbox:
     def _restarted(self, peer: PeerRef, message: Stale, now: float) -> None:
         """The prefill rank lives in another process: its old life will not answer. Proof
         of death, not of quiescence: ask the transport to fence it (rule 2). Only the
-        successor at the same place can prove it."""
-        if not self.rooms.is_place_of(peer, message.addressed):
+        successor at the same place can prove it, and only to a room that asked it something:
+        a queue of them may get as many answers, and each look is one at all rooms."""
+        record = self.rooms.records.get(message.key)
+        is_awaited = record is not None and (not record.is_settled or record.receiver.is_unanswered)
+        if not is_awaited or not self.rooms.is_place_of(peer, message.addressed):
             self.num_ignored += 1
             return
         former = PeerRef(peer.instance, peer.rank, message.addressed, peer.address)
@@ -309,11 +318,10 @@ class DecodeInbox:
         self.rooms.peer_died(peer.incarnation, detail, fenced)
         for record in self.rooms.records_of(peer.incarnation):
             receiver = record.receiver
-            if fenced:
-                self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
-            elif self.rooms.setup.quarantine_s > 0:
-                # Nobody can fence here: a dead writer posts nothing more, and the period
-                # that follows is the rule for what it had posted.
+            # Where nobody can fence, a dead writer posts nothing more, and the period that
+            # follows is the rule for what it had posted. Where nothing is published, or all of
+            # it is back, there is nothing to be fenced.
+            if fenced or self.rooms.setup.quarantine_s > 0 or receiver.state in _WITHOUT_LEASE:
                 self.rooms.emit(record, receiver.writer_fenced(peer.incarnation), now)
             lost = record.loss_of(peer.incarnation, detail)
             self.rooms.emit(record, receiver.failed_locally(lost), now)

@@ -139,6 +139,8 @@ class PeeredRooms(RoomBook[R]):
         self.breakers = Breakers(limits.peer_failures, limits.peer_cooldown_s)
         #: Peers that get no new work from now on; the core gives up rooms that wait for them.
         self.shed: list[PeerRef] = []
+        #: Who has not answered the last words of rooms that are forgotten.
+        self.silent: dict[Incarnation, PeerRef] = {}
 
     # --- who depends on whom ---------------------------------------------------------------
 
@@ -265,3 +267,21 @@ class PeeredRooms(RoomBook[R]):
 def name_of(peer: PeerRef) -> str:
     """For people: the same words in every message."""
     return f"{peer.instance} rank {peer.rank}"
+
+
+def give_up(rooms: PeeredRooms[R], record: R) -> None:
+    """Forget a room that has lingered long enough, and remember who did not answer it."""
+    rooms.forget(record.key)
+    if record.entity.is_unanswered:
+        rooms.silent.update((peer.incarnation, peer) for peer in record.peers())
+
+
+def drop_silent(rooms: PeeredRooms[R]) -> None:
+    """What was sent again after its peer was forgotten opened their connection once more: it
+    goes, unless somebody else's rooms need it. Once for all who gave up together."""
+    if not rooms.silent:
+        return
+    addresses = {peer.address for peer in rooms.needed_peers()}
+    gone = (peer for peer in rooms.silent.values() if peer.address not in addresses)
+    rooms.out.extend(map(ForgetPeer, gone))
+    rooms.silent.clear()

@@ -42,6 +42,7 @@ from pdcore.scheduler.batch import (
     commit_prefill,
     select_prefill,
 )
+from pdcore.scheduler.peers import drop_silent, give_up
 from pdcore.scheduler.prefill_losses import fail_unconnected, shed_waiting
 from pdcore.scheduler.prefill_rooms import PrefillInbox, PrefillRecord, PrefillRooms
 from pdcore.scheduler.queues import Tombstone, finish_reason_of, ledger_totals, refusal
@@ -172,7 +173,8 @@ class PrefillCore:
                 # Decode may be cut off: the outcome is told until its own deadline.
                 self.rooms.timers.arm("linger", key, record.deadline_s)
             else:
-                self.rooms.forget(key)
+                give_up(self.rooms, record)
+        drop_silent(self.rooms)
         if self.rooms.shed:
             shed_waiting(self.rooms, now)
 

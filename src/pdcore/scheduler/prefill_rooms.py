@@ -2,9 +2,9 @@
 
 :class:`PrefillRooms` turns what senders emit into executable effects (descriptors filled
 in, handles tracked, resends armed); :class:`PrefillInbox` answers the peers. A message for
-an unknown or finished room changes no lifecycle; a handshake that comes before its request
-is parked, bounded and expiring; a cancel for an unknown room is acknowledged, because no
-entity that could write holds its nonces (rule 2).
+an unknown or finished room changes no lifecycle; a handshake or a cancel that comes before
+its request is parked, bounded and expiring; a cancel for an unknown room is acknowledged,
+because no entity that could write holds its nonces (rule 2).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from pdcore.fsm.sender import SENDER, Sender
 from pdcore.fsm.states import SenderState
 from pdcore.kv.cache import KVBlocks
 from pdcore.kv.metadata import hash_token_ids
+from pdcore.scheduler.parked import Parked
 from pdcore.scheduler.peers import PeeredRooms
 from pdcore.scheduler.posting import PlanError, fill_transfer
-from pdcore.scheduler.queues import ExpiringTable, RoomRecord
+from pdcore.scheduler.queues import RoomRecord
 from pdcore.scheduler.sequence import Sequence
 from pdcore.scheduler.setup import CoreSetup, Destination, read_endpoint
 from pdcore.scheduler.waiting import overdue
@@ -47,9 +48,6 @@ from pdcore.types import Failure, GenerateRequest, Incarnation, Nonce, PeerRef, 
 
 #: Decoded endpoints kept; one per decode rank and life, so small.
 MAX_DESTINATIONS: Final = 1024
-#: Early handshakes kept per room: one per decode rank of the largest group, and the
-#: sender of more is no decode instance (D6).
-MAX_PARKED_LEGS: Final = 64
 
 
 class PrefillRecord(RoomRecord):
@@ -214,10 +212,7 @@ class PrefillInbox:
     def __init__(self, rooms: PrefillRooms) -> None:
         self.rooms = rooms
         self.me = rooms.setup.me
-        limits = rooms.limits
-        self.parked: ExpiringTable[tuple[HandshakeFrom, ...]] = ExpiringTable(
-            limits.parked_handshake_cap, limits.parked_handshake_ttl_s
-        )
+        self.parked = Parked(rooms.limits)
         #: Messages that changed nothing: stale, unknown room, wrong direction.
         self.num_ignored = 0
 
@@ -249,9 +244,12 @@ class PrefillInbox:
             self.num_ignored += 1
 
     def answer_parked(self, key: RoomKey, now: float) -> None:
-        """The request of an early handshake has arrived (or was refused)."""
-        for handshake in self.parked.pop(key, now) or ():
-            self._handshake(handshake, now)
+        """The request of an early message has arrived (or was refused)."""
+        for early in self.parked.pop(key, now) or ():
+            if isinstance(early, CancelFrom):
+                self._cancel(early, now)
+            else:
+                self._handshake(early, now)
 
     # --- per message --------------------------------------------------------------------
 
@@ -264,9 +262,7 @@ class PrefillInbox:
                 why = failure("incompatible", "the handshake lists more blocks than any prompt has")
                 self._status(payload, StatusKind.REJECTED, why)
             elif tombstone is None:
-                early = self.parked.get(key, now) or ()
-                others = tuple(h for h in early if h.peer.rank != payload.peer.rank)
-                self.parked.put(key, (*others, payload)[-MAX_PARKED_LEGS:], now)
+                self.parked.park_handshake(payload, now)
                 self._status(payload, StatusKind.QUEUED, None)
             elif tombstone.failure is not None:
                 self._status(payload, StatusKind.REJECTED, tombstone.failure)
@@ -335,8 +331,8 @@ class PrefillInbox:
         if record is not None and self._is_expected(record, payload.peer):
             self.rooms.emit(record, record.sender.cancel_received(payload), now)
             return
-        if record is None:
-            self.parked.pop(message.key, now)
+        if record is None and self.rooms.tombstones.get(message.key, now) is None:
+            self.parked.park_cancel(payload, now)
         own: list[Nonce | None] = [n for n in message.nonces if n not in foreign]
         for held in own or [None]:
             ack = CancelAck(message.key, message.lease, held)

@@ -133,7 +133,7 @@ class PrefillActor(Actor):
                 needs = ("dispatch", index)
                 yield Offer(("refuse", index), f"{name} is refused", True, needs)
             if core.inbox.parked.get(dispatch.key, NOW) and self.shape.num_entities > 1:
-                yield Offer(("unpark", index), f"the parked handshake of {name} is evicted", True)
+                yield Offer(("unpark", index), f"what is parked for {name} is evicted", True)
         if self.batch is not None:
             yield Offer(("computed", True), "a forward pass ends", False)
             yield Offer(("computed", False), "a forward pass fails", True)
@@ -160,7 +160,7 @@ class PrefillActor(Actor):
         core = self._core
         records = tuple(self._record_key(record) for record in core.rooms.records.values())
         parked = tuple(
-            tuple((h.peer.incarnation, h.message.lease.counter) for h in found)
+            tuple((type(h).__name__, h.peer.incarnation, h.message.lease.counter) for h in found)
             for found in (core.inbox.parked.get(d.key, NOW) or () for d in self.shape.dispatches)
         )
         batch = None if core._batch is None else tuple(c.seq.seq_id for c in core._batch[1])

@@ -412,12 +412,27 @@ def test_draining_too_long_fences_the_writers_that_are_left() -> None:
     assert (receiver.state, receiver.vote()) == (S.DRAINING, NOT_QUIESCED)
 
 
-def test_nothing_published_needs_no_drain() -> None:
-    for receiver in (bootstrapping(), waiting()):
+def test_nothing_published_needs_no_drain_but_a_word_to_prefill() -> None:
+    """Its half may wait for this one, and whoever told both may be gone."""
+    mapped = bootstrapping()
+    mapped.topology_mapped([peer(0)])
+    for receiver in (mapped, waiting()):
         receiver.deadline_expired(failure("deadline_exceeded", "late"))
         assert receiver.vote() == FAILED
-        assert receiver.failed() == ()
+        effects = receiver.failed()
+        assert [(m.to, m.message.nonces) for m in messages(effects, Cancel)] == [(peer(0), ())]
+        assert len(effects or ()) == 1, "there is no lease to revoke"
         assert receiver.state is S.FAILED
+        assert receiver.unanswered() == list(effects or ())
+        receiver.cancel_acked(ack(0))
+        assert not receiver.is_unanswered
+
+
+def test_who_ends_before_its_route_is_known_has_nobody_to_tell() -> None:
+    receiver = bootstrapping()
+    receiver.failed_locally(GONE)
+    assert receiver.failed() == ()
+    assert not receiver.is_unanswered
 
 
 # --- resending --------------------------------------------------------------------------

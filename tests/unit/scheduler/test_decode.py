@@ -8,10 +8,18 @@ import msgspec
 import pytest
 
 from pdcore.config import CoreLimits
-from pdcore.control.messages import Cancel, CancelAck, Claim, Handshake
+from pdcore.control.messages import Cancel, CancelAck, Claim, Handshake, Stale
 from pdcore.engine.simulated import SimulatedConfig, simulated_tokens
 from pdcore.errors import failure
-from pdcore.fsm.effects import Effect, FetchTopology, GrantLease, ReportAccepted, ReportTokens
+from pdcore.fsm.effects import (
+    Effect,
+    FencePeer,
+    FetchTopology,
+    ForgetPeer,
+    GrantLease,
+    ReportAccepted,
+    ReportTokens,
+)
 from pdcore.fsm.events import HandleEnded, PeerLost, StepCompleted, TopologyFetched
 from pdcore.fsm.states import ReceiverState
 from pdcore.scheduler.decode import DecodeCore
@@ -22,6 +30,7 @@ from pdcore.types import (
     GenerateRequest,
     Incarnation,
     Nonce,
+    PeerRef,
     RoomKey,
     SamplingParams,
     StepOutput,
@@ -217,6 +226,78 @@ def test_the_abort_matrix(phase: str, unless_received: bool) -> None:
     assert (request.key in core.live_keys()) is (
         phase in ("transferring", "draining") or (phase == "running" and unless_received)
     )
+
+
+def given_up(core: DecodeCore) -> tuple[GenerateRequest, Cancel]:
+    """A request that ends in the queue behind two others."""
+    request = in_phase(core, "waiting")
+    core.abort(request.key, GONE, 1.0)
+    (cancel,) = sent(tick(core, 1.0), Cancel)
+    assert isinstance(cancel, Cancel)
+    return request, cancel
+
+
+def forgotten(core: DecodeCore, now: float) -> list[PeerRef]:
+    core.handle_timeout(now)
+    return [e.peer for e in tick(core, now) if isinstance(e, ForgetPeer)]
+
+
+def test_who_gives_up_in_the_queue_tells_prefill_until_it_answers() -> None:
+    """Nothing is published, but prefill's half waits for it."""
+    core = make_decode(CoreLimits(num_metadata_slots=2))
+    request, cancel = given_up(core)
+    assert (cancel.key, cancel.nonces) == (request.key, ())
+    core.handle_timeout(2.0)
+    assert sent(tick(core, 2.0), Cancel) == [cancel]
+    tell(core, PREFILL, CancelAck(cancel.key, cancel.lease, None), 2.5)
+    tick(core, 2.5)
+    assert request.key not in core.rooms.records
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_what_opened_a_connection_in_vain_closes_it(is_needed: bool) -> None:
+    """Not where another room needs that peer."""
+    core = make_decode(CoreLimits(num_metadata_slots=2, linger_s=30.0))
+    request, _ = given_up(core)
+    if not is_needed:
+        for other in list(core.rooms.records):
+            if other != request.key:
+                core.rooms.forget(other)
+    assert forgotten(core, 32.0) == ([] if is_needed else [PREFILL])
+    assert request.key not in core.rooms.records
+    assert forgotten(core, 33.0) == []
+
+
+def test_who_was_answered_lingers_and_closes_nothing() -> None:
+    core, request = make_decode(CoreLimits(linger_s=30.0)), make_request(8)
+    lease = handshake_of(start(core, request)).lease
+    core.abort(request.key, GONE, 1.0)
+    tick(core, 1.0)
+    core.rooms.records[request.key].receiver.targets[0].cancel_answered = True
+    assert forgotten(core, 32.0) == [], lease
+    assert request.key not in core.rooms.records
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_queue_tells_a_dead_life_nothing(fenced: bool) -> None:
+    """However its death is proved: no room of the queue lingers or asks again, and a word of
+    its successor about one of them costs no look at all the others."""
+    core = make_decode(CoreLimits(num_metadata_slots=2))
+    requests = [make_request(8) for _ in range(20)]
+    for request in requests:
+        start(core, request)
+    core.handle_event(PeerLost(PREFILL.incarnation, fenced), 1.0)
+    effects = tick(core, 1.0)
+    assert {r.key for r in results(effects)} == {r.key for r in requests}
+    assert len(sent(effects, Cancel)) == (0 if fenced else 2), "those that were published"
+    waited = [request.key for request in requests[2:]]
+    assert not any(key in core.rooms.records for key in waited)
+    successor = PREFILL._replace(incarnation=Incarnation(b"N" * 16))
+    before = core.inbox.num_ignored
+    for key in waited:
+        tell(core, successor, Stale(key, PREFILL.incarnation), 1.1)
+    assert core.inbox.num_ignored == before + len(waited)
+    assert not any(isinstance(e, FencePeer) for e in tick(core, 1.1))
 
 
 def test_a_deadline_while_running_is_a_504_and_gives_the_blocks_back() -> None:

@@ -11,6 +11,7 @@ from pdcore.errors import RoomInUse, failure
 from pdcore.fsm.effects import (
     CancelTransfer,
     Effect,
+    ForgetPeer,
     PostTransfer,
     ReportAccepted,
     ReportFinished,
@@ -438,12 +439,16 @@ def test_an_outcome_that_nobody_acknowledges_is_forgotten_in_the_end() -> None:
     request = make_request(8, remaining_s=50.0)
     bind(core, request)
     core.abort(request.key, GONE, 0.0)
-    told = len(sent(tick(core), Status))
+    effects, closed_s = tick(core), 0
     for second in range(1, 60):
         core.handle_timeout(float(second))
-        told += len(sent(tick(core, float(second)), Status))
-    assert 20 < told < 55
+        now_out = tick(core, float(second))
+        effects += now_out
+        if ForgetPeer(DECODE) in now_out:
+            closed_s = second
+    assert 20 < len(sent(effects, Status)) < 55
     assert core.rooms.records == {}
+    assert closed_s == 50, "what it was told last opened the connection again"
 
 
 def test_d7_a_replacing_attempt_runs_beside_the_one_that_drains() -> None:

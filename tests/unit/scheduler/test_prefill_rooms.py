@@ -24,8 +24,9 @@ from pdcore.errors import CodecError, failure
 from pdcore.fsm.effects import Effect, PostTransfer, SendMessage
 from pdcore.fsm.events import MessageReceived, StepCompleted
 from pdcore.fsm.states import SenderState
+from pdcore.scheduler.parked import MAX_PARKED_LEGS
 from pdcore.scheduler.prefill import PrefillCore
-from pdcore.scheduler.prefill_rooms import MAX_DESTINATIONS, MAX_PARKED_LEGS
+from pdcore.scheduler.prefill_rooms import MAX_DESTINATIONS
 from pdcore.types import (
     GenerateRequest,
     Incarnation,
@@ -192,6 +193,42 @@ def test_a_cancel_takes_the_parked_handshake_along() -> None:
     ask(core, Cancel(request.key, handshake.lease, ()))
     core.submit(request, 0.0)
     assert sent(tick(core), Claim) == []
+
+
+def test_a_cancel_ends_a_room_that_has_no_handshake_yet() -> None:
+    """Decode gave up before it came to the request, and the router that had told both is gone."""
+    core, request = make_prefill(), make_request()
+    core.submit(request, 0.0)
+    tick(core)
+    lease = LeaseId(DECODE.incarnation, 1)
+    effects = ask(core, Cancel(request.key, lease, ()))
+    assert sent(effects, CancelAck) == [CancelAck(request.key, lease, None)]
+    (result,) = results(effects)
+    assert result.failure is not None
+    assert result.failure.code == "cancelled"
+    assert request.key not in core.rooms.records
+
+
+def test_a_stranger_s_cancel_ends_no_room_that_names_its_decode_instance() -> None:
+    core, request = make_prefill(), make_request(decode="another")
+    core.submit(request, 0.0)
+    lease = LeaseId(DECODE.incarnation, 1)
+    assert results(ask(core, Cancel(request.key, lease, ()))) == []
+    assert core.rooms.records[request.key].sender.state is SenderState.BOOTSTRAPPING
+
+
+def test_a_cancel_that_overtakes_its_request_ends_it_when_it_comes() -> None:
+    """Remembered like an early handshake: bounded, for a while, and only if the room is not
+    known to be over."""
+    core, request = make_prefill(), make_request()
+    cancel = Cancel(request.key, LeaseId(DECODE.incarnation, 1), ())
+    assert len(sent(ask(core, cancel), CancelAck)) == 1
+    core.submit(request, 0.0)
+    (result,) = results(tick(core))
+    assert result.failure is not None
+    assert result.failure.code == "cancelled"
+    ask(core, cancel)
+    assert len(core.inbox.parked) == 0, "its tombstone says that it is over"
 
 
 # --- grants -----------------------------------------------------------------------------
