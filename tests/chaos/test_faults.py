@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.parts import LOST, REQUEST_S, SILENT, Load, Parts, expect_only
+from pdcore.server.client import HttpClient
+from tests.chaos.parts import (
+    INSTANCES,
+    LOST,
+    REQUEST_S,
+    SETTLE_S,
+    SILENT,
+    Load,
+    Parts,
+    expect_only,
+)
 from tests.scenarios.processes import Cluster, children, segments, until, wait_gone
+from tests.scenarios.soak_client import Outcome, ask
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +117,43 @@ def test_a_killed_router(parts: Parts) -> None:
 
     outcomes = asyncio.run(Load(parts.router, seed=5).run(kill))
     expect_only(outcomes, LOST | {"lost"})
+    parts.expect_whole()
+
+
+def test_a_killed_router_leaves_nothing_in_the_queues(parts: Parts) -> None:
+    """Decision 26: prefill had its half of requests that decode had not come to; nobody but
+    decode can tell it that they are over, and their own deadline is ten minutes away."""
+    prefills = [name for name in INSTANCES if name.startswith("prefill")]
+    workers = [parts.pid(f"{name} worker") for name in INSTANCES if name.startswith("decode")]
+
+    def queued() -> float:
+        return sum(parts.ledger(name).get("bootstrap", 0.0) for name in prefills)
+
+    async def kill() -> list[Outcome]:
+        rng, client = random.Random(6), HttpClient()
+        asked = [
+            asyncio.create_task(ask(client, parts.router, rng, timeout_s=600.0, is_stream=False))
+            for _ in range(12)
+        ]
+        watched, until_s = parts.pid("router"), SETTLE_S
+        try:
+            what = "prefill has its halves"
+            await asyncio.to_thread(until, lambda: queued() == 12, watched, until_s, what)
+            os.kill(watched, signal.SIGKILL)
+            return await asyncio.gather(*asked)
+        finally:
+            await client.aclose()
+
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        outcomes = asyncio.run(kill())
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+    assert {one.kind for one in outcomes} == {"lost"}
+    until(lambda: queued() == 0, workers[0], SETTLE_S, "prefill's queues are empty")
+    parts.restart("router")
     parts.expect_whole()
 
 

@@ -186,9 +186,8 @@ def backends(stats: bytes) -> dict[Origin, str]:
 async def ledger(instance: Origin) -> dict[str, float]:
     """The counters of an instance's one worker; empty where nobody answers."""
     _, text = await fetch(instance, "/metrics")
-    counters = re.findall(
-        r'name="(kv_\w+|running|transfer|draining)"[^}]*\} ([\d.e+]+)', text.decode()
-    )
+    queues = "bootstrap|waiting|inflight|pending|prealloc|transfer|running|draining"
+    counters = re.findall(rf'name="(kv_\w+|{queues})"[^}}]*\}} ([\d.e+]+)', text.decode())
     return {name: float(value) for name, value in counters}
 
 
