@@ -91,7 +91,10 @@ RECEIVER = Lifecycle(
             Row(s, "cancel_acked", s, ("record_ack",), "is_own_lease")
             for s in (S.DRAINING, S.FAILED)
         ),
-        *(Row(s, "writer_fenced", s, ("record_fenced",)) for s in S if s is not S.DONE),
+        *(
+            Row(s, "writer_fenced", s, ("record_fenced",))
+            for s in (S.WAITING_FOR_INPUT, *_OPEN, S.FAILED)
+        ),
         Row(S.DRAINING, "lease_revoked", S.DRAINING, ("record_revoked",), "is_this_lease"),
         *(Row(s, "failed_locally", s, ("record_failure",), "has_no_failure") for s in _LIVE),
         *(Row(s, "deadline_expired", s, ("record_failure",), "may_expire") for s in _LIVE),

@@ -43,11 +43,7 @@ from pdcore.types import Failure, Incarnation, PeerRef
 #: while it runs. The declared period is for writers that died without a word.
 ACKNOWLEDGED_S: Final = 2.0
 #: No prefill rank may write under a lease of these.
-_WITHOUT_LEASE: Final = (
-    ReceiverState.BOOTSTRAPPING,
-    ReceiverState.WAITING_FOR_INPUT,
-    ReceiverState.FAILED,
-)
+_WITHOUT_LEASE: Final = (ReceiverState.WAITING_FOR_INPUT, ReceiverState.FAILED)
 #: Most that one look at the clock may age a quarantine, in seconds.
 MAX_AGE_S: Final = 1.0
 

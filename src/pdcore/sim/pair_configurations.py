@@ -55,6 +55,15 @@ _BOTH_GRANTED: Final = (
     "decode: gets Claim 1.1 lease 1 nonce prefill0",
     "decode: gets Claim 1.1 lease 1 nonce prefill1",
 )
+_ONE_WAITS: Final = (
+    "prefill0: request 1.1",
+    "decode: request 1.1",
+    "the route",
+    "prefill0: gets Handshake",
+    "decode: gets Claim 1.1",
+    "prefill0: request 2.2",
+    "decode: request 2.2",
+)
 
 
 def _watch() -> AbstractContextManager[None]:
@@ -230,6 +239,19 @@ PAIR_CONFIGURATIONS: Final[tuple[Configuration, ...]] = (
             is_tick_eager=True,
         ),
         "free-on-abort",
+    ),
+    _pair(
+        "queue-death",
+        "prefill dies and starts again while one request is written and another waits for its room",
+        Rules(
+            Shape(_ONE, (_FIRST, _STRANGER), decode_rooms=1),
+            _kinds(""),
+            prologue=_ONE_WAITS,
+            crashes=_kinds("prefill0"),
+            outlive=Outlive.REPORTED,
+            fair_deadlines=_kinds("decode"),
+            is_tick_eager=True,
+        ),
     ),
     *_DEATHS,
 )
