@@ -53,12 +53,13 @@ def test_a_refused_connect_leaves_nothing(pair: Pair) -> None:
     good = pair.receiver.transport.descriptor()
     mine = decode(good, "socket")
     extra = EndpointDescriptor("socket", mine.incarnation, {**mine.regions, 99: 64}, mine.blob)
-    before = Footprint.now()
-    for _ in range(20):
+    before, num_refused = Footprint.now(), 20
+    for _ in range(num_refused):
         with pytest.raises(TransportError, match="stale descriptor"):
             sender(pair).connect(extra.encode())
-    # The far end hangs up in its own time.
-    pump(pair.receiver, until=lambda: Footprint.now().fds <= before.fds)
+    # The far end hangs up in its own time; what other tests of this process left may open a
+    # descriptor meanwhile, but not as many.
+    pump(pair.receiver, until=lambda: Footprint.now().fds < before.fds + num_refused // 2)
 
 
 def test_sessions_are_counted_and_the_oldest_in_use_is_named(pair: Pair) -> None:
