@@ -127,6 +127,8 @@ class Executor:
             elif (report := to_leader(effect)) is not None:
                 self.send(report)
             else:
+                if isinstance(effect, ForgetPeer):  # a last word would connect again
+                    frames.pop(effect.peer, None)
                 events.extend(self._carry_out(effect))
         for peer, messages in frames.items():
             self._send_frames(peer, messages)

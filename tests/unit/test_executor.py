@@ -553,6 +553,17 @@ def test_forgetting_a_peer_drops_its_connection_and_its_session(make_pair) -> No
     assert pair.fabric._links == []
 
 
+def test_the_last_words_to_a_forgotten_peer_do_not_connect_again(make_pair) -> None:
+    """What was due to be sent again together with the end of waiting for an answer."""
+    pair = make_pair()
+    other = DECODE._replace(rank=1, address="tcp://decode:2")
+    pair.run(
+        SendMessage(DECODE, Heartbeat(1)), SendMessage(other, Heartbeat(2)), ForgetPeer(DECODE)
+    )
+    assert [to for to, _ in pair.channel.frames] == [other.address]
+    assert pair.channel.forgotten == [DECODE.address]
+
+
 def check_a_dead_life_leaves_no_socket(pair: Pair) -> None:
     """Each life of a peer listens at a port of its own: what is kept for the former ones
     would grow with every restart."""

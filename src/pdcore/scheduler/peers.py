@@ -272,8 +272,9 @@ def name_of(peer: PeerRef) -> str:
 def give_up(rooms: PeeredRooms[R], record: R) -> None:
     """Forget a room that has lingered long enough, and remember who did not answer it."""
     rooms.forget(record.key)
-    if record.entity.is_unanswered:
-        rooms.silent.update((peer.incarnation, peer) for peer in record.peers())
+    for effect in record.entity.unanswered():
+        if isinstance(effect, SendMessage):
+            rooms.silent[effect.to.incarnation] = effect.to
 
 
 def drop_silent(rooms: PeeredRooms[R]) -> None:

@@ -18,10 +18,11 @@ from pdcore.control.messages import (
     Refuse,
     Stale,
     Status,
+    StatusAck,
     StatusKind,
 )
 from pdcore.errors import CodecError, failure
-from pdcore.fsm.effects import Effect, PostTransfer, SendMessage
+from pdcore.fsm.effects import Effect, ForgetPeer, PostTransfer, SendMessage
 from pdcore.fsm.events import MessageReceived, StepCompleted
 from pdcore.fsm.states import SenderState
 from pdcore.scheduler.parked import MAX_PARKED_LEGS
@@ -286,6 +287,26 @@ def check_hostile_blocks_fail_only_their_room(core: PrefillCore) -> None:
 
 def test_d58_block_ids_that_cannot_be_planned_fail_their_room() -> None:
     check_hostile_blocks_fail_only_their_room(make_prefill())
+
+
+def test_only_who_did_not_answer_loses_the_connection() -> None:
+    """Two decode ranks are told of a failure, and one of them acknowledges it."""
+    core, request = make_prefill(CoreLimits(linger_s=30.0)), make_request(remaining_s=20.0)
+    silent = DECODE._replace(rank=1, incarnation=REBORN.incarnation, address="tcp://decode:2")
+    core.submit(request, 0.0)
+    handshake = handshake_for(request, num_required=2)
+    for peer in (DECODE, silent):
+        tell(core, peer, handshake)
+    tick(core)
+    core.abort(request.key, failure("cancelled", "the client is gone"), 1.0)
+    tick(core, 1.0)
+    acknowledged = StatusAck(request.key, handshake.lease, StatusKind.FAILED)
+    tell(core, DECODE, acknowledged, 1.1)
+    tick(core, 1.1)
+    core.handle_timeout(31.0)
+    forgotten = [e.peer for e in tick(core, 31.0) if isinstance(e, ForgetPeer)]
+    assert forgotten == [silent]
+    assert core.rooms.records == {}
 
 
 # --- incarnations -----------------------------------------------------------------------
