@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdcore.server.client import HttpClient, Origin
+from pdcore.transports import socket_address
 from tests.chaos.leaks import Holding, belonging_to, grown, holding
 from tests.scenarios.processes import (
     Program,
@@ -62,13 +61,8 @@ def expect_only(outcomes: list[Outcome], allowed: frozenset[str]) -> None:
 
 
 def free_port() -> str:
-    """One that no outgoing connection takes while its owner is dead: those come from 32768 up
-    (net.ipv4.ip_local_port_range)."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
-        with contextlib.suppress(OSError), socket.socket() as sock:
-            sock.bind(("127.0.0.1", port))
-            return str(port)
-    raise AssertionError("no port is free")
+    """One that no outgoing connection takes while its owner is dead."""
+    return str(socket_address.free_port("127.0.0.1"))
 
 
 class Parts:

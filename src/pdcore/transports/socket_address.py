@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import struct
@@ -27,6 +28,8 @@ TCP: Final = "tcp"
 _CODES: Final = {UNIX: 1, TCP: 2}
 _MAX_ADDRESSES: Final = 4
 MAX_PORT: Final = 65535
+_QUIET_PORTS: Final = range(20_000, 32_000)
+_NUM_PORTS_TRIED: Final = 100
 #: sun_path holds 108 bytes; the abstract name takes a leading zero.
 _MAX_NAME_BYTES: Final = 107
 
@@ -158,10 +161,14 @@ _Listening = tuple[socket.socket, Address]
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at this moment. Raises TransportError."""
-    listener, address = listen_tcp(host)
-    listener.close()
-    return address.port
+    """A TCP port that nobody listens on at this moment, and that no outgoing connection takes
+    before it is used: those come from 32768 up (net.ipv4.ip_local_port_range), and so does what
+    the kernel gives to a listener. Raises TransportError."""
+    for port in random.SystemRandom().sample(_QUIET_PORTS, _NUM_PORTS_TRIED):
+        with contextlib.suppress(TransportError):
+            listen_tcp(host, port=port)[0].close()
+            return port
+    raise TransportError(f"none of {_NUM_PORTS_TRIED} ports tried at {host!r} can be listened on")
 
 
 def _listen(family: int, at: str | bytes | tuple[str, int]) -> socket.socket:

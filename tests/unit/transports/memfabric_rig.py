@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdcore.transports import memfabric_vendor
+from pdcore.transports import memfabric_vendor, socket_address
 from pdcore.transports.memfabric_engine import PAGE_BYTES, MemFabricEngine, MemFabricOptions
 
 VENDORS = Path(__file__).resolve().parents[2] / "vendors"
@@ -65,9 +64,7 @@ def why_unmoved() -> str | None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    return socket_address.free_port("127.0.0.1")
 
 
 def has_shared_store(version: str) -> bool:

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import attrs
 import pytest
@@ -150,3 +151,15 @@ def test_a_wildcard_is_nobodys_address(host: str) -> None:
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     with pytest.raises(TransportError, match="cannot listen on"):
         at.listen_tcp("192.0.2.1")
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
+    """Between the look and its use a connection of anybody took one from that range: found by
+    CI, in a check whose peer starts again at its address."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [at.free_port("127.0.0.1") for _ in range(20)]
+    assert max(ports) < max(first, 32_000)
+    for port in ports:
+        at.listen_tcp("127.0.0.1", port=port)[0].close()
+    with pytest.raises(TransportError, match=r"none of \d+ ports tried at '192.0.2.1'"):
+        at.free_port("192.0.2.1")
