@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
 import socket
 import struct
@@ -164,7 +163,7 @@ def free_port(host: str) -> int:
     """A TCP port that nobody listens on at this moment, and that no outgoing connection takes
     before it is used: those come from 32768 up (net.ipv4.ip_local_port_range), and so does what
     the kernel gives to a listener. Raises TransportError."""
-    for port in random.SystemRandom().sample(_QUIET_PORTS, _NUM_PORTS_TRIED):
+    for port in secrets.SystemRandom().sample(_QUIET_PORTS, _NUM_PORTS_TRIED):
         with contextlib.suppress(TransportError):
             listen_tcp(host, port=port)[0].close()
             return port

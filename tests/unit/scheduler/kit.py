@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import attrs
+import msgspec
 
 from pdcore.config import CoreLimits
 from pdcore.control.messages import Handshake, PeerMessage, Route, RouteRank
@@ -185,3 +186,8 @@ def handshake_of(effects: Iterable[Effect]) -> Handshake:
     (message,) = sent(effects, Handshake)
     assert isinstance(message, Handshake)
     return message
+
+
+def handshake_for(request: GenerateRequest, **changes: object) -> Handshake:
+    """What the decode rank of this request would send."""
+    return msgspec.structs.replace(handshake_of(start(make_decode(), request)), **changes)

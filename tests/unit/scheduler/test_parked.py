@@ -6,27 +6,20 @@ from pdcore.control.messages import Cancel, Claim, Handshake
 from pdcore.fsm.effects import Effect
 from pdcore.fsm.events import MessageReceived
 from pdcore.scheduler.prefill import PrefillCore
-from pdcore.types import GenerateRequest, Incarnation, LeaseId, Nonce, PeerRef, RoomKey
+from pdcore.types import Incarnation, LeaseId, Nonce, PeerRef, RoomKey
 from tests.unit.scheduler.kit import (
     DECODE,
     PREFILL,
-    handshake_of,
-    make_decode,
+    handshake_for,
     make_prefill,
     make_request,
     results,
     sent,
-    start,
     tell,
     tick,
 )
 
 FORMER = Incarnation(b"X" * 16)
-
-
-def handshake_for(request: GenerateRequest) -> Handshake:
-    """What the decode rank of this request would send."""
-    return handshake_of(start(make_decode(), request))
 
 
 def ask(core: PrefillCore, message: Cancel | Handshake) -> list[Effect]:

@@ -11,7 +11,6 @@ from pdcore.control.messages import (
     CancelAck,
     Claim,
     Grant,
-    Handshake,
     Heartbeat,
     HeartbeatAck,
     PeerMessage,
@@ -40,24 +39,18 @@ from pdcore.types import (
 from tests.unit.scheduler.kit import (
     DECODE,
     PREFILL,
-    handshake_of,
+    handshake_for,
     make_decode,
     make_prefill,
     make_request,
     results,
     sent,
-    start,
     tell,
     tick,
 )
 
 FORMER = Incarnation(b"X" * 16)
 REBORN = DECODE._replace(incarnation=Incarnation(b"E" * 16))
-
-
-def handshake_for(request: GenerateRequest, **changes: object) -> Handshake:
-    """What the decode rank of this request would send."""
-    return msgspec.structs.replace(handshake_of(start(make_decode(), request)), **changes)
 
 
 def ask(core: PrefillCore, message: PeerMessage, sender: PeerRef = DECODE) -> list[Effect]:
