@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pdcore.control.messages import Cancel, Claim, Handshake
-from pdcore.fsm.effects import Effect
-from pdcore.fsm.events import MessageReceived
+from pdcore.fsm.effects import Effect, ReduceVotes
+from pdcore.fsm.events import MessageReceived, VotesReduced
+from pdcore.fsm.legs import FAILED, NOT_READY
 from pdcore.scheduler.prefill import PrefillCore
 from pdcore.types import Incarnation, LeaseId, Nonce, PeerRef, RoomKey
 from tests.unit.scheduler.kit import (
@@ -54,3 +55,26 @@ def test_a_parked_cancel_keeps_no_nonces() -> None:
     ask(core, Cancel(key, lease, tuple(Nonce(PREFILL.incarnation, i) for i in range(1000))))
     (parked,) = core.inbox.parked.get(key, 0.0) or ()
     assert parked.message == Cancel(key, lease, ())
+
+
+def test_a_cancel_that_one_rank_has_parked_ends_the_request_on_all() -> None:
+    """Decision 26: it is that rank's own failure, and the vote takes it to the others in one
+    tick: no rank decides by what only it has heard."""
+    cores, request = [make_prefill(group_size=2) for _ in range(2)], make_request()
+    tell(cores[0], DECODE, Cancel(request.key, LeaseId(DECODE.incarnation, 1), ()))
+    votes: list[ReduceVotes] = []
+    for core in cores:
+        core.poll_effects()
+        core.submit(request, 0.0)
+        core.tick(0.0)
+        votes.extend(e for e in core.poll_effects() if isinstance(e, ReduceVotes))
+    one, other = votes
+    assert (one.votes, other.votes) == ((FAILED,), (NOT_READY,))
+    assert one.ids_hash == other.ids_hash
+    for core in cores:
+        reduced = VotesReduced(one.sequence, (FAILED,), failures=one.failures)
+        core.handle_event(reduced, 0.0)
+        (result,) = results(core.poll_effects())
+        assert result.failure is not None
+        assert result.failure.code == "cancelled"
+        assert request.key not in core.rooms.records
